@@ -1,6 +1,6 @@
 """A stock transformers LM with a preallocated cache.
 
-A tree reaches it as a 4-D mask and positions: length of the text + depth.
+A tree reaches the model as a 4-D mask and as positions: the text's length + the node's depth.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ class TargetStep:
     """One forward of the target."""
 
     logits: Tensor  # [N, V], of the N nodes of a tree
-    features: Tensor  # the taps [N, L*D] where a drafter asked for some, else last_hidden [N, D]
+    features: Tensor  # the taps [N, L*D] if the drafter reads some, else last_hidden [N, D]
 
 
 class CachedLM:
-    """The target with the rows that it keeps of a text."""
+    """The target with the cache of one text."""
 
-    cache: KeyValueCache  # of the text that `prefill` began
+    cache: KeyValueCache  # the cache of the text that `prefill` began
 
     def __init__(self, target: Target, after_blocks: tuple[int, ...] = ()) -> None:
-        """after_blocks: the taps that features are made of; none: last_hidden."""
+        """after_blocks: the taps that become features; (): features are last_hidden."""
         self.target = target
         self.after_blocks = after_blocks
         self.cache = KeyValueCache({}, KeptRows(0, target.device, target.dtype))
-        # finite, because a row that sees nothing must not become nan in softmax
+        # Finite, because softmax would make nan of a row that sees nothing.
         lowest = torch.finfo(target.dtype).min
         self._masked = torch.tensor(lowest, dtype=target.dtype, device=target.device)
         self._visible = torch.zeros_like(self._masked)
@@ -45,7 +45,7 @@ class CachedLM:
         self._layer_kinds = sorted(set(kinds))
 
     def prefill(self, input_ids: Tensor, kept: KeptRows) -> TargetStep:
-        """Reads a prompt [T]: logits [1, V] of its last token, features of all.
+        """Reads a prompt [T]: gives logits [1, V] of its last token, and features of all tokens.
 
         The caller advances `kept`.
         """
@@ -57,11 +57,11 @@ class CachedLM:
             use_cache=True,
             output_hidden_states=[*self.after_blocks],
         )
-        # by layer and part, as layers may differ in heads and widths
+        # by layer, as layers may differ in heads and widths
         rows: LayerRows = {}
         for number, layer in enumerate(cache.layers):
             if layer.is_initialized:  # a layer that shares an earlier layer's rows has none
-                # apart, as the values of latent attention are narrower than its keys
+                # apart, as latent attention has narrower values than keys
                 rows[number, "keys"] = layer.keys
                 rows[number, "values"] = layer.values
         if self.cache.kept is kept:
@@ -73,25 +73,25 @@ class CachedLM:
     def read(self, tokens: Tensor) -> TargetStep:
         """Reads the prompt's next tokens [n], as `prefill` reads its first."""
         depth = self.cache.kept.positions[: len(tokens)]
-        # among themselves; the kept rows before them are all visible
+        # The mask is among the new tokens; every kept row is visible.
         mask = depth[:, None] >= depth  # [n, n] causal
         return self._step(self._forward(tokens, depth, mask), last_only=True)
 
     @property
     def max_levels(self) -> int:
-        """The deepest tree: with LongRoPE it may not reach where kept rows must be rotated anew."""
-        # negative, and so no limit, without a switch and beyond it
+        """The depth of the deepest tree: LongRoPE lets none reach its switch of the rotation."""
+        # negative without a switch, and beyond it: then there is no limit
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """One forward of a tree's nodes [N]; mask [N, N]."""
+        """One forward over a tree's nodes [N]; mask [N, N]."""
         return self._step(self._forward(tokens, depth, mask))
 
     def append(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Tensor:
-        """last_hidden [n, D] of tokens [n], which later calls see until `gather`.
+        """last_hidden [n, D] of tokens [n], whose rows later calls see until `gather`.
 
-        depth [m + n], mask [n, m + n], with the m rows appended since the last `gather`.
+        depth [m + n] and mask [n, m + n] begin with the m rows appended since the last `gather`.
         """
         output = self._forward(tokens, depth, mask)
         self.cache.pending += tokens.shape[0]
@@ -99,9 +99,9 @@ class CachedLM:
 
     def _forward(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> Any:
         count = tokens.shape[0]
-        # where the new rows are written: behind the kept and the pending ones
+        # The new rows are written behind the kept and the pending ones.
         self.cache.begin(count)
-        # siblings stand in rows behind one another, but at one position of the text
+        # Siblings stand in different rows, but at one position of the text.
         positions = depth + self.cache.kept.free[:1]
         return self.target.decoder(
             input_ids=tokens[None],
@@ -109,7 +109,7 @@ class CachedLM:
             position_ids=positions[None, -count:],
             past_key_values=self.cache,
             use_cache=True,
-            output_hidden_states=[*self.after_blocks],  # no others are kept
+            output_hidden_states=[*self.after_blocks],  # transformers keeps no others
         )
 
     def _step(self, output: Any, last_only: bool = False) -> TargetStep:
@@ -124,22 +124,23 @@ class CachedLM:
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """The additive mask [1, 1, n, W], or one for each kind of layer.
 
-        Of the kept rows, and behind them of the m + n rows at these positions; mask [n, m + n].
+        W: the kept rows, then the m + n rows at these positions, of which mask [n, m + n] shows
+        some.
         """
         kept = self.cache.kept
         width = self.cache.width
         num_new, num_drafted = mask.shape
-        # the numbers, on the device, of the rows behind the kept ones
+        # the numbers of the rows behind the kept ones, which only the device knows
         rows = kept.free[:num_drafted]
         drafted = torch.where(mask, self._visible, self._masked)  # [n, m + n]
         full = kept.mask[:width].expand(num_new, -1).index_copy(1, rows, drafted)  # [n, W]
         masks = {"full_attention": full[None, None]}
         if "sliding_attention" in self._layer_kinds:
-            # The cache is full-length: the mask alone makes the window, by positions of the text.
+            # The cache holds the whole text: the mask alone makes the window, by text positions.
             position_of_row = kept.positions[:width].index_copy(0, rows, positions)  # [W]
             is_far = positions[-num_new:, None] - position_of_row >= self._window
             masks["sliding_attention"] = torch.where(is_far, self._masked, full)[None, None]
         if len(self._layer_kinds) == 1:
             return masks[self._layer_kinds[0]]
-        # such as Gemma and gpt-oss, whose layers alternate
+        # In Gemma and gpt-oss the kinds of layers alternate.
         return {kind: masks[kind] for kind in self._layer_kinds}

@@ -18,7 +18,7 @@ from aerie.infer.decode.roles import Calibrate, unchanged
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, digests, read_json
 
-FLOOR = 1e-4  # no token is impossible because a few held-out prompts never had it
+FLOOR = 1e-4  # a token is not impossible because few held-out prompts never had it accepted
 
 
 class Calibrator(Section):
@@ -27,7 +27,7 @@ class Calibrator(Section):
     temperature: PositiveFloat  # of sigmoid(logit(c) / temperature)
     confidence: tuple[Share, ...]  # the knots of the isotonic fit, ascending
     acceptance: tuple[Share, ...]  # their heights, never falling
-    decoded_at: float = 0.0  # temperature of the decoding that it was fitted on
+    decoded_at: float = 0.0  # the temperature of the cycles that it was fitted on
     head: dict[str, str] = field(default_factory=dict)  # digests of the head's files
     scores: dict[str, Any] = field(default_factory=dict)  # on prompts that it was not fitted on
 
@@ -35,19 +35,20 @@ class Calibrator(Section):
         columns = (self.confidence, self.acceptance)
         ascends = all(list(column) == sorted(column) for column in columns)
         if not ascends or len(self.confidence) != len(self.acceptance):
-            raise ValueError("confidence and acceptance must have one length and ascend")
+            raise ValueError("confidence and acceptance must be equally long and ascend")
 
     def map(self, kind: Fit) -> Calibrate:
+        """The fit of this kind, from log q [..] to log chances [..] of acceptance."""
         return self._scaled if kind == "temperature" else self._isotonic
 
     def _scaled(self, log_q: Tensor) -> Tensor:
-        # log(q / (1 - q)), from log q
-        logit = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))  # +inf at q = 1
+        # log(q / (1 - q)); +inf at q = 1
+        logit = log_q - torch.log1p(-log_q.exp().clamp(max=1.0))
         return F.logsigmoid(logit / self.temperature)
 
     def _isotonic(self, log_q: Tensor) -> Tensor:
-        """Linear between the knots, level outside."""
-        # copied to the device once: this runs in every level
+        """Linear between the knots, constant outside."""
+        # This runs at every level, so the knots are copied to the device only once.
         knots, heights = _knots(self.confidence, self.acceptance, log_q.device)  # [K] each
         q = log_q.exp()
         right = torch.searchsorted(knots, q.contiguous()).clamp(max=knots.shape[0] - 1)
@@ -55,7 +56,7 @@ class Calibrator(Section):
         width = (knots[right] - knots[left]).clamp(min=torch.finfo(knots.dtype).tiny)
         share = ((q - knots[left]) / width).clamp(0.0, 1.0)
         chance = torch.lerp(heights[left], heights[right], share).clamp(min=FLOOR)
-        # a draw that is missing stays impossible
+        # A missing draw stays impossible.
         return torch.where(log_q == float("-inf"), log_q, chance.log())
 
 
@@ -67,7 +68,7 @@ def _knots(
 
 
 def load_calibrator(head: Path) -> Calibrator:
-    """UserError where none is beside the head, or where it was fitted for other weights."""
+    """The head's calibrator.json; UserError if it is missing or was fitted for other weights."""
     path = head / CALIBRATOR
     fix = "fit it with: aerie calibrate --config RECIPE"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Checks that a target decodes losslessly: the logits of drafts against plain forwards."""
+"""Checks that a target decodes losslessly: compares logits of drafts with plain forwards."""
 
 from contextlib import suppress
 from copy import deepcopy
@@ -18,11 +18,11 @@ from aerie.model.storage import digest, file_digest, first_line, user_cache, wri
 from aerie.model.target import LARGE, Target, family, only_trains
 
 Form = Literal["tree", "chain"]
-MOST_COPIED = 10**9  # parameters of a target that is copied in float32
+MOST_COPIED = 10**9  # parameters; a larger target is not copied in float32
 
 
 class Draft(NamedTuple):
-    """A draft that is tried: its nodes' parents, and the paths whose logits are compared."""
+    """A draft to try: its nodes' parents, and the paths of nodes whose logits are compared."""
 
     parents: list[int]
     paths: list[list[int]]
@@ -41,13 +41,13 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
     UserError if drafts of this form are not lossless. A large target is checked once, and the
     result is kept in the user's cache.
     """
-    # once in a process, whatever its size
+    # once in a process, whatever the size
     if form in target.decodes:
         return CachedLM(target, after_blocks)
     if why := only_trains(target.model.config):
         raise UserError(f"{target.recipe.path}: {why}")
     is_large = target.model.num_parameters() >= LARGE
-    # a small target is checked in a moment: there is nothing worth keeping
+    # The check of a small target takes a moment, so its result is not kept.
     record = _record_path(target, form) if is_large else None
     if record is None or not record.is_file():
         _require_lossless(target, form)
@@ -59,7 +59,7 @@ def checked_lm(target: Target, after_blocks: tuple[int, ...] = (), form: Form = 
 
 
 def _record_path(target: Target, form: Form) -> Path:
-    """Where the result is kept, by all that it depends on."""
+    """The file that keeps the result; its name is a digest of all that the result depends on."""
     here = Path(__file__)
     depends_on = [
         form,
@@ -72,38 +72,35 @@ def _record_path(target: Target, form: Form) -> Path:
         target.config._attn_implementation,
         *(file_digest(here.with_name(name)) for name in ("cached_lm.py", "check.py")),
     ]
-    # what changes the arithmetic, or this check, makes another file
     return user_cache() / f"{digest(depends_on)}.json"
 
 
 def _require_lossless(target: Target, form: Form) -> None:
-    """UserError if the target, or a stand-in for what is too slow or too narrow, has a fault."""
+    """UserError if drafts of this form give the target, or its stand-in, other logits."""
     fault = _fault(target, form)
     seconds = max(lengths_to_check(target).values(), default=0)
-    # a second, narrower look: bfloat16 hides small differences, and long texts take too long
+    # A second look at a stand-in: narrow dtypes hide small differences, and long texts take too
+    # long.
     if fault is None and (target.dtype != torch.float32 or seconds > 1):
         stand_in = _stand_in(target)
         fault = None if stand_in is None else _fault(stand_in, form)
     if fault is not None:
-        fix = "heads can be trained and exported for it"
-        # a model that ignores the mask but keeps positions still decodes chains
+        fix = "aerie trains and exports heads for it, but does not decode with it"
+        # A model that ignores the mask but takes positions still decodes chains.
         if form == "tree" and _fault(target, "chain") is None:
             fix = "use a method that drafts a chain (eagle-chain, sps, pld), or vanilla"
         raise UserError(f"{target.recipe.path}: {family(target.model)}: {fault}; {fix}")
 
 
 def _stand_in(target: Target) -> Target | None:
-    """A float32 model of its kind, as narrow dtypes round faults away.
-
-    A small one if possible, for long texts; else a copy.
-    """
+    """A small float32 model of the target's kind, else a float32 copy; None if both fail."""
     with suppress(Exception):
         if small := miniature(target.model.config, target.recipe):
             return small
         if target.dtype != torch.float32 and target.model.num_parameters() <= MOST_COPIED:
             return Target(deepcopy(target.model).float(), target.recipe)
-    what = "to try its drafts in float32 and after long texts"
-    fault = f"no small model of its kind can be built, {what}"
+    untried = "so its drafts were not tried in float32 and after long texts"
+    fault = f"no small model of its kind can be built, {untried}"
     advice = "compare its answers with vanilla's: aerie verify"
     warn(f"{target.recipe.path}: {family(target.model)}: {fault}; {advice}")
     return None
@@ -111,7 +108,7 @@ def _stand_in(target: Target) -> Target | None:
 
 @torch.inference_mode()
 def _fault(target: Target, form: Form) -> str | None:
-    """What is wrong after a short prompt, or near a length where its configuration changes."""
+    """What is wrong with drafts after a short prompt, or near a limit of the configuration."""
     for length, seconds in lengths_to_check(target).items():
         is_long = length > SHORT
         if is_long and seconds > 1:
@@ -119,7 +116,7 @@ def _fault(target: Target, form: Form) -> str | None:
         try:
             error = _difference(target, length, DRAFTS[form])
         except torch.OutOfMemoryError:
-            if is_long:  # no fault: shorter texts may fit
+            if is_long:  # no fault of the model, which may have room for shorter texts
                 return None
             raise
         except Exception as raised:  # the family's forwards may fail in any way
@@ -134,7 +131,7 @@ def _fault(target: Target, form: Form) -> str | None:
 
 
 def _difference(target: Target, length: int, draft: Draft) -> float | None:
-    """How far the logits of a draft after `length` tokens are from those of plain forwards."""
+    """How far the logits of a draft after `length` tokens are from plain forwards; None: equal."""
     lm = CachedLM(target)
     device = target.device
     parents = torch.tensor(draft.parents, device=device)  # [N]
@@ -147,25 +144,25 @@ def _difference(target: Target, length: int, draft: Draft) -> float | None:
     mask = ancestors(parents, num_nodes - 1)  # [N, N]
     depth = mask.sum(-1) - 1
     kept = KeptRows(length + num_nodes + count, device, target.dtype)
-    # the rows of the text, as `generate` leaves them
+    # the text's rows, as `generate` makes them
     lm.prefill(text, kept)
     kept.advance(length)
     drafted: list[Tensor] = []
     plain: list[Tensor] = []
-    for _ in range(2):  # the second time after rows were gathered out of order
+    for _ in range(2):  # the second time after rows were moved
         step = lm.extend(tokens, depth, mask)
-        # the same paths as plain texts, each read from its beginning without a cache
+        # The same paths as plain texts: one forward reads each from its beginning, without a cache.
         texts = torch.cat([text.expand(len(paths), -1), tokens[paths]], dim=-1)
         last_hidden = target.features(texts).last_hidden[:, -num_nodes:]
         drafted.append(step.logits[paths])
         plain.append(target.logits(last_hidden))
-        # the first path is accepted: the next round starts from rows that were moved
+        # The first path is accepted, which moves its rows.
         lm.cache.gather(paths[0])
         kept.advance(num_nodes)
         text = texts[0]
     compared = torch.ones_like(paths, dtype=torch.bool)
-    # Rounding is judged by a median, which would hide the few rows that stand apart from their
-    # positions. So only those are compared.
+    # In narrow dtypes `difference` takes a median, which would hide faults of the few nodes whose
+    # row is not their depth. So only these nodes are compared.
     stand_apart = paths != depth[paths]
     if target.dtype != torch.float32 and stand_apart.any():
         compared = stand_apart

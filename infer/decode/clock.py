@@ -10,17 +10,19 @@ PHASES = ("prefill", "draft", "verify", "commit", "other", "wall")
 
 
 class Clock:
+    """Adds the milliseconds of each phase to `ms`."""
+
     def __init__(self, ms: dict[str, float], waits: bool) -> None:
-        """waits: for the device, at the end of each phase; ms: gets the milliseconds of each."""
+        """waits: each phase ends by waiting for the device."""
         self.ms = ms
         self.waits = waits
         self._last = 0.0
         self.lap(None)
 
     def lap(self, phase: str | None) -> float:
-        """Ends a phase, adds its milliseconds to ms and returns them; None: adds them nowhere."""
+        """Ends a phase, adds its milliseconds to ms (None: adds them nowhere) and returns them."""
         if self.waits:
-            # else a phase's kernels would be counted where the host next waits
+            # Otherwise the phase in which the host next waits would pay for these kernels.
             torch.cuda.synchronize()
         now = time.perf_counter()
         ms = 1000 * (now - self._last)
@@ -30,11 +32,11 @@ class Clock:
         return ms
 
     def exclude(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the call's result; no phase counts its time."""
+        """Returns the result of the call, whose time no phase counts."""
         before = self.lap(None)
         try:
             return work(*arguments)
         finally:
             self.lap(None)
-            # the phase goes on as if the call had taken no time
+            # The phase goes on as if the call had taken no time.
             self._last -= before / 1000

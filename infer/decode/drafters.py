@@ -1,15 +1,16 @@
 """How heads and small LMs draft: EAGLE, Medusa, Hydra, block heads, a draft LM.
 
-All of them keep the contract of `Drafter` (roles.py). In a text's life:
+All of them keep the contract of `Drafter` (roles.py):
 
-    reset    begins a prompt; caches are made anew only if there is no room in the old ones
-    commit   reads tokens that are known, and the target's features before them: first the prompt,
-             then in each cycle what was accepted and the bonus token, the next root
-    start    begins a tree: the distribution of the root's children
-    step     one level: the distributions of the children of some nodes of the level before
+    reset    begins a prompt; it makes new caches only if the old ones have no room
+    commit   reads known tokens, and the target's feature before each: first the prompt, then in
+             each cycle the accepted tokens and the bonus token, which is the next root
+    start    begins a tree; it gives the distribution of the root's children
+    step     gives the distributions of the children of some nodes of the level before
 
-A captured cycle runs these again as CUDA graphs. So a state that one of them leaves for another is
-copied to where it stood, and no number of a tensor is read on the host (but by the draft LM).
+A captured cycle replays these calls as CUDA graphs. So a call copies the state that it leaves for
+the next call into the tensor that held the old state, and it reads no number of a tensor on the
+host. Only the draft LM does, and its calls are not captured.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class LayeredDrafter(Drafter):
         self.head = head
         self.max_positions = head.config.max_position_embeddings
         weight = head.fc.weight
-        # of the text that `reset` began
+        # the cache of the text that `reset` began
         self._cache = KeyValueCache({}, KeptRows(0, weight.device, weight.dtype))
 
     def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
@@ -45,7 +46,7 @@ class LayeredDrafter(Drafter):
         weight = self.head.fc.weight
         config = self.head.config
         self._cache = KeyValueCache.empty(config.num_hidden_layers, config, kept, weight)
-        # once for all positions, as a captured cycle may not look at the host's length
+        # tabulated once for all positions: a captured cycle must not read the text's length
         rotary = self.head.rotary.table(len(kept.positions), weight)
         self._rotary = torch.stack(rotary)  # [2, positions, head_dim] cosines and sines
 
@@ -53,14 +54,15 @@ class LayeredDrafter(Drafter):
 class EagleDrafter(LayeredDrafter):
     """An EAGLE head. Slot p holds the feature of t_p and the token t_{p+1}.
 
-    Its output stands for the feature of t_{p+1}, and its distribution is that of t_{p+2}. A drafted
-    slot takes the output of its parent's slot where the target's feature is not known.
+    Its output stands for the feature of t_{p+1}, and gives the distribution of t_{p+2}. Nobody
+    knows the target's features of drafted tokens, so a drafted slot takes its parent's output
+    instead.
     """
 
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
         super().__init__(head)
         self._forward = EagleForward(head)
-        # from the head's outputs; the papers' observer of features watches it
+        # from the head's outputs [n, D]; `papers.analysis.Features` wraps this attribute
         self.logits: Callable[[Tensor], Tensor] = target.logits
         self.forwards = ((self, "_forward"), (self, "_log_q"))
         if isinstance(head, Eagle3Head):
@@ -79,21 +81,21 @@ class EagleDrafter(LayeredDrafter):
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         if self.after_blocks:
             features = self._fuse(features)  # [n, D]
-        # drops the slots that were drafted from the head's own outputs: none outlives its cycle
+        # Drafted slots hold the head's own outputs, so none outlives its cycle.
         self._cache.pending = 0
         positions = self._cache.begin(tokens.shape[0])
         mask = causal_mask(features, self._cache)
         rotary = self._rotary.index_select(1, positions)
         outputs = self._forward(tokens, features, rotary, mask, self._cache)  # [n, D]
-        # the first draft needs this output alone
+        # The next draft starts from this output alone.
         self._last = keep_last(self._last, outputs, last)
 
     def start(self) -> Tensor:
         kept = self._cache.kept
-        self._cache.pending = 0  # drafted slots
+        self._cache.pending = 0  # number of drafted slots
         self._level = 0
         self._outputs = self._last  # [rows of the last call, D]
-        # additive [1, 1, rows of the last call, W]: at first the committed slots are seen
+        # additive [1, 1, rows of the last call, W]; the root's row sees the committed slots
         width = kept.visible.shape[0] + self._slots
         self._mask = kept.mask[None, None, None, :width]
         self._rotary_ahead = self._rotary.index_select(1, kept.free[: self._slots])  # by level
@@ -101,12 +103,13 @@ class EagleDrafter(LayeredDrafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         positions = self._cache.begin(tokens.shape[0])
-        # a drafted slot sees all committed slots, the drafted slots that its parent saw, and itself
+        # A drafted slot sees all committed slots, the drafted slots that its parent saw, and
+        # itself.
         self._mask = rows_at(self._mask, 2, parents)
         self._mask = self._mask.scatter(3, positions.view(1, 1, -1, 1), 0.0)
         mask = self._mask.narrow(3, 0, self._cache.width)
         features = rows_at(self._outputs, 0, parents)  # [n, D]
-        # rotated by depth: siblings stand in different rows at one position of the text
+        # All slots of a level are rotated alike: they stand at one position of the text.
         rotary = self._rotary_ahead.narrow(1, self._level, 1)
         self._outputs = self._forward(tokens, features, rotary, mask, self._cache)
         self._cache.pending += tokens.shape[0]
@@ -118,7 +121,7 @@ class EagleDrafter(LayeredDrafter):
 
 
 def rows_at(x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """x's rows at these indices; a view if x has only one."""
+    """x's rows at these indices; a view, without a copy, if x has only one row."""
     if x.shape[dim] > 1:
         return x.index_select(dim, indices)
     sizes = [-1] * x.ndim
@@ -133,7 +136,7 @@ def keep_last(state: Tensor, rows: Tensor, last: Tensor | None) -> Tensor:
 
 
 def causal_mask(features: Tensor, cache: KeyValueCache) -> Tensor:
-    """The additive mask [1, 1, n, W] of new rows."""
+    """The additive mask [1, 1, n, W]: a new row sees all rows up to itself."""
     seen = cache.kept.positions[: cache.width] <= cache.written_at[:, None]
     return torch.where(seen, 0.0, float("-inf")).to(features.dtype)[None, None]
 
@@ -147,26 +150,26 @@ class MedusaDrafter(Drafter):
         self.head = head
         self.max_levels = head.config.num_heads
         self.forwards = ((head, "forward"),)
-        self._feature = torch.empty(0)  # [1, D] the target's, before the root
+        self._feature = torch.empty(0)  # [1, D] the target's feature before the root
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
         self._feature = keep_last(self._feature, features, last)
 
     def start(self) -> Tensor:
         self._level = 0
-        # all levels at once: `step` only looks them up
+        # all levels at once; `step` only looks them up
         self._log_q = self.head(self._feature).float().log_softmax(-1)  # [num_heads, 1, V]
         return self._log_q[0]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
-        return self._log_q[self._level].expand(tokens.shape[0], -1)
+        return self._log_q[self._level].expand(tokens.shape[0], -1)  # [n, V]
 
 
 class HydraDrafter(Drafter):
-    """A Hydra head: level k's distribution sees a state and the k tokens of the path.
+    """A Hydra head: the distribution of level k depends on a state and the path's k tokens.
 
-    The state is the target's feature before the root, or a prefix layer's output there (Hydra++).
+    The state is the target's feature before the root, or the prefix layer's output there (Hydra++).
     """
 
     def __init__(self, head: Any, target: Target) -> None:
@@ -176,7 +179,7 @@ class HydraDrafter(Drafter):
         if head.config.prefix_layer:
             self.max_positions = head.config.max_position_embeddings
             self.forwards += ((head, "prefix"),)
-        # the target may span several devices
+        # A target that spans several devices may have its embedding elsewhere.
         self._embedding = target.vocab.embedding.to(target.device)
         self._cache: KeyValueCache | None = None  # of the prefix layer
         self._state = torch.empty(0)  # [1, D]
@@ -202,7 +205,7 @@ class HydraDrafter(Drafter):
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
-        # a node's path is its parent's and its own token
+        # A node's path is its parent's path and its own token.
         above = self._paths.index_select(0, parents)
         self._paths = torch.cat([above, F.embedding(tokens, self._embedding)], dim=1)
         return self._log_q()
@@ -213,7 +216,7 @@ class HydraDrafter(Drafter):
 
 
 class BlockDrafter(LayeredDrafter):
-    """A block head: one forward gives the logits of all levels, and a node's path corrects them."""
+    """A block head: one forward gives the logits of all levels, which each node's path corrects."""
 
     forwards_per_tree = 1
 
@@ -245,8 +248,8 @@ class BlockDrafter(LayeredDrafter):
         self._text.copy_(prompt[:1])
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        # For accepted tokens a layer keeps keys and values of their true taps; they overwrite the
-        # rows of the block that was drafted from.
+        # The layers keep keys and values of the accepted tokens' true taps, which overwrite the
+        # rows of the drafted block.
         positions = self._cache.begin(tokens.shape[0])
         fused = self._fuse(features)  # [n, D]
         self._forward.read(fused, self._rotary.index_select(1, positions), self._cache)
@@ -259,9 +262,9 @@ class BlockDrafter(LayeredDrafter):
 
     def start(self) -> Tensor:
         config = self.head.config
-        # the block's keys and values stand behind the kept rows, where the next commit writes
+        # The block's keys and values stand behind the kept rows, where the next commit writes.
         positions = self._cache.begin(self.draft_rows)
-        # a row sees the kept rows, and its block: all of it, or up to itself
+        # A row sees the kept rows and its block, either whole or up to the row itself.
         furthest = positions[:, None] if config.in_block == "causal" else positions[None, -1:]
         columns = self._cache.kept.positions[: self._cache.width]
         mask = torch.where(columns <= furthest, self._visible, self._masked)[None, None]
@@ -283,25 +286,25 @@ class BlockDrafter(LayeredDrafter):
     def _log_q(self) -> Tensor:
         states = self._states[self._level].expand(len(self._paths), -1)
         logits = self.head.correct(self._logits[self._level], self._paths, states)
-        # without a correction all nodes of a level share one distribution
+        # Without a correction, all nodes of a level share one distribution.
         return logits.log_softmax(-1).expand(len(states), -1)
 
 
 class DraftLMDrafter(Drafter):
-    """A small LM of the target's token ids.
+    """A small LM with the target's token ids.
 
-    Of what is accepted it keeps the rows that drafting has read. The next `start` reads the others
-    in its forward, so that no token is read twice and no forward is added.
+    `commit` keeps the accepted rows that the draft has read already. The next `start` reads the
+    other accepted tokens in its own forward, so no token is read twice and no forward is added.
     """
 
-    reads_no_device = False  # which rows were accepted is found on the host
+    reads_no_device = False  # `commit` finds the accepted rows on the host
 
     def __init__(self, draft: Target, target: Target) -> None:
         self.draft = draft
         self._lm = checked_lm(draft, form="chain")
         self.forwards = ((draft.decoder, "forward"), (draft, "logits"))
         self.max_positions = context_of(draft.config) or UNBOUNDED
-        # distributions are over the tokens that both vocabularies have: one of them may be padded
+        # Distributions are over the tokens of both vocabularies, one of which may be padded.
         num_ids = (draft.vocab.lm_head.shape[0], target.vocab.lm_head.shape[0])
         self._num_columns = min(map(int, num_ids))
 
@@ -309,8 +312,8 @@ class DraftLMDrafter(Drafter):
         kept_by_draft = KeptRows(len(kept.positions), prompt.device, self.draft.dtype)
         self._lm.prefill(self._readable(prompt), kept_by_draft)
         kept_by_draft.advance(len(prompt))
-        self._num_repeated = prompt.shape[0] - 1  # the next commit begins with the prompt's
-        self._unread = prompt[:0]  # committed tokens
+        self._num_repeated = prompt.shape[0] - 1  # of the next commit's tokens
+        self._unread = prompt[:0]  # committed tokens that no forward has read
         self._begin_tree()
 
     def _begin_tree(self) -> None:
@@ -320,27 +323,27 @@ class DraftLMDrafter(Drafter):
     def commit(
         self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None
     ) -> None:
-        # the prefill has read these already
+        # The prefill has read these already.
         tokens = tokens[self._num_repeated :]
         self._num_repeated = 0
-        # accepted rows are kept where drafting read them
+        # keeps the accepted rows that the draft has read
         rows = self._rows_read(tokens)
         self._keep(torch.tensor(rows, dtype=torch.long, device=tokens.device))
         self._unread = torch.cat([self._unread, tokens[len(rows) :]])
         self._begin_tree()
 
     def _rows_read(self, tokens: Tensor) -> list[int]:
-        """The rows, counted behind the kept ones, of as many tokens as drafting has read."""
+        """The rows, counted behind the kept ones, of the first tokens: those read by the draft."""
         path = tokens[:-1]  # the bonus token was not drafted
         parts = [path, *(level.flatten() for level in self._levels)]
         sizes = [len(part) for part in parts]
         path, *levels = torch.cat(parts).cpu().split(sizes)  # the only wait for the device
         rows: list[int] = []
-        row_above = 0  # the row, in its level, of the token before
+        row_above = 0  # the previous token's row in its level
         first = 0  # the number of the level's first row
         for token, level in zip(path.tolist(), levels, strict=False):
             nodes = level.view(-1, 2).tolist()
-            # the rest was not drafted, or is below a node that was not
+            # Neither this token nor any after it was drafted on this path.
             if [token, row_above] not in nodes:
                 break
             row_above = nodes.index([token, row_above])
@@ -366,7 +369,7 @@ class DraftLMDrafter(Drafter):
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
         level = torch.full_like(tokens, len(self._levels))
         self._depth = torch.cat([self._depth, level])
-        # a node sees the rows that its parent saw, and itself
+        # A node sees the rows that its parent saw, and itself.
         itself = torch.eye(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         self._seen = torch.cat([self._seen.index_select(0, parents), itself], dim=1)  # [n, m + n]
         self._levels.append(torch.stack([tokens, parents], dim=1))
@@ -377,7 +380,7 @@ class DraftLMDrafter(Drafter):
         self._lm.cache.kept.advance(len(rows))
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        # the target may write a padding token that the draft LM lacks
+        # The target may write a padding token that the draft LM lacks.
         return tokens.clamp(max=self.draft.vocab.embedding.shape[0] - 1)
 
     def _log_q(self, hidden: Tensor) -> Tensor:
@@ -385,7 +388,7 @@ class DraftLMDrafter(Drafter):
 
 
 def load_draft_lm(target: Target, path: str) -> Target:
-    """The LM in the target's dtype; UserError where its tokenizer is not the target's."""
+    """The draft LM in the target's dtype; UserError if it has another tokenizer than the target."""
     dtype = str(target.dtype).removeprefix("torch.")
     source = TargetConfig(path, dtype=cast(DType, dtype))
     draft = Target.load(source, target.device)

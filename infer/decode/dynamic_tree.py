@@ -1,11 +1,12 @@
 """EAGLE-2's dynamic tree (arXiv 2406.16858, sections 4.1 and 4.2).
 
-Expansion: level by level, the k best nodes get k children each. Reranking: of all candidates, the
-best are verified. Best means most likely to survive: by the product of q down the path.
+Expansion gives the k best nodes of each level k children each. Reranking takes the best of all
+candidates into the tree that the target verifies. The best are those most likely to survive: they
+have the largest product of q down their path.
 
-Candidates are numbered through all levels; the root is 0. Some tensors hold these numbers, others
-places within one level, and the nodes of the finished tree are numbered anew. With k = 2, three
-levels and six nodes:
+Candidates are numbered level after level, from the root's 0. Some tensors hold these numbers,
+others hold places within one level, and the finished tree has numbers of its own. With k = 2,
+three levels and six nodes:
 
     level        0 |   1 |       2 |        3
     candidates   0 | 1 2 | 3 4 5 6 | 7 8 9 10   numbers
@@ -44,22 +45,24 @@ from aerie.infer.decode.tree import (
 
 
 class DynamicTree(Shape):
+    """EAGLE-2's tree; `calibrate` maps log q to log confidence."""
+
     is_dynamic = True
 
     def __init__(self, stop: Stop, config: DynamicConfig, calibrate: Calibrate) -> None:
-        # draft_slots: the drafter keeps a row for each of the k nodes that a level hands to it. The
-        # last level hands over none, so these are k too many; the width of a mask depends on them.
+        # draft_slots: each level passes k nodes to the drafter, which keeps a row for each. The
+        # last level passes none, so these are k too many, but the width of a mask counts on them.
         super().__init__(stop, config.levels, config.nodes, config.levels * config.k)
         self.calibrate = calibrate
         self.k = config.k
         self.nodes = config.nodes
         self.draws = config.children == "sampled"
-        # a rule that keeps its state on the host cannot be read late
+        # A rule that keeps state on the host cannot be read late.
         self.stop_read = config.stop_read if stop.reads_only else "each"
 
     def grow(self, drafter: Drafter, root: Tensor, max_levels: int, sampler: Sampler) -> Tree:
         draws = self.draws and sampler.decoding.do_sample
-        # A pool tells whether the rule ended the tree, and draws must not run ahead of a stop.
+        # A pool records whether the rule ended the tree, and nothing may be drawn beyond a stop.
         reads: StopRead = "each" if self.keeps_pool or draws else self.stop_read
         return last_of(self._levels(drafter, root, max_levels, reads, sampler if draws else None))
 
@@ -74,14 +77,14 @@ class DynamicTree(Shape):
         reads: StopRead,
         sampler: Sampler | None,
     ) -> Iterator[Grown]:
-        """Yields after each level, before the next forward. sampler draws children; None: the best.
+        """Yields after each level, before the next forward.
 
-        The stop rule answers with bools if reads is "each", and with tensors, which nobody has
-        waited for, if it is "late".
+        reads: the stop rule answers with bools ("each"), or with tensors that nobody has waited for
+        ("late"). sampler: draws the children; None: the children are the best tokens.
         """
         deepest = min(self.levels, max_levels)
         self.stop.begin(Tensor.tolist if reads == "each" else on_device)
-        # The root's children: the drafter has read the text when it was committed.
+        # The drafter read the text at its last commit, so it knows the law of the root's children.
         log_q = drafter.start()  # [1, Vd]
         expansion = self._expansion(drafter, log_q.shape[-1], sampler)
         expanded = repeated_range(1, 1, root.device)  # [1] the root
@@ -94,7 +97,7 @@ class DynamicTree(Shape):
                 level = expansion.with_frontier(level)
             levels.append(level)
             ends = depth < deepest and self.stop.ends(expansion.shown(level, self.stop))
-            # A copy of the list: `last_of` may make this tree when deeper levels are in the list.
+            # A copy of the list: `last_of` may make this tree after deeper levels joined the list.
             yield Grown(ends, partial(self._finish, tuple(levels), root, expansion, ends))
             if depth == deepest:
                 return
@@ -111,7 +114,7 @@ class DynamicTree(Shape):
         k = min(self.k, vocab_size)
         if sampler is not None:
             return DrawnChildren(drafter, k, self.calibrate, sampler)
-        # Only the best nodes - 1 candidates of a level can be in the tree.
+        # At most nodes - 1 candidates of a level get into the tree, so the level's k best suffice.
         if k >= self.nodes - 1 and self.calibrate is unchanged and not self.keeps_pool:
             return BestOfLevel(drafter, k, self.calibrate)
         return BestChildren(drafter, k, self.calibrate)
@@ -125,7 +128,7 @@ class DynamicTree(Shape):
         confidence = [certain, *(level.confidence for level in levels)]
         survival = [certain, *(level.survival for level in levels)]
         scores = torch.cat([*confidence, *survival]).view(2, -1)  # [2, C] of all candidates
-        # by survival; the ablations have another order
+        # An ablation replaces `_kept` by another order.
         kept = self._kept(levels, scores[1])  # [N]
         tree = tree_of_kept(kept, scores, levels, root, expansion)
         if levels[0].drawn_from is not None:
@@ -137,8 +140,8 @@ class DynamicTree(Shape):
     def _kept(self, levels: tuple[Level, ...], survival: Tensor) -> Tensor:
         """Reranking (section 4.2): the numbers [N] of the best candidates, ascending.
 
-        They are connected: no node survives better than its parent, and the stable sort gives ties
-        to the shallower node.
+        The nodes are connected, because no node survives better than its parent and the stable sort
+        puts the shallower of two equals first.
         """
         best = survival.sort(descending=True, stable=True).indices[: self.nodes]
         return best.sort().values
@@ -151,15 +154,16 @@ def tree_of_kept(
     root: Tensor,
     expansion: "BestChildren",
 ) -> Tree:
-    """The tree of the candidates with these numbers [N], ascending, the root's 0 first.
+    """The tree of the candidates with the numbers kept [N], which ascend from the root's 0.
 
     scores [2, C]: log confidence and log survival of all candidates.
     """
     confidence, survival = scores.index_select(1, kept)
     tokens = torch.cat([root, *(level.tokens for level in levels)]).index_select(0, kept)
     rows, depth = expansion.rows_and_depths(levels).index_select(1, kept)
-    # From the parents' candidate numbers to their nodes: a number's node is its place among the
-    # kept, which searchsorted finds, as `kept` ascends. The root's row leads to the root itself.
+    # A node's index in the tree is the place of its number in `kept`. As `kept` ascends,
+    # searchsorted finds the places of the parents' numbers. The root's row leads to the root
+    # itself.
     parent_numbers = expanded_numbers(levels).index_select(0, rows)
     parents = torch.searchsorted(kept, parent_numbers)
     mask = ancestors(parents, len(levels))
@@ -183,7 +187,7 @@ class BestChildren:
 
         log_q [r, Vd]: their distributions; above [r]: their log survivals.
         """
-        # k of each row: only then does the level have k times k candidates
+        # the k best of each row: r * k candidates
         confidence, columns = log_q.topk(self.k, dim=-1)  # [r, k]
         return self._level(depth, log_q, expanded, above, confidence, columns)
 
@@ -204,8 +208,8 @@ class BestChildren:
         return Level(depth, log_q, expanded, rows, tokens, confidence.flatten(), survival.flatten())
 
     def with_frontier(self, level: Level) -> Level:
-        """The k best of the level are expanded next."""
-        # of ties any may be expanded: no candidate is lost, only its children
+        """The level with its frontier: the k best candidates, which are expanded next."""
+        # Of equals any may be expanded: the others stay candidates, and only lack children.
         survival, frontier = level.survival.topk(self.k)
         return level._replace(frontier=frontier, frontier_survival=survival)
 
@@ -214,20 +218,21 @@ class BestChildren:
         return level
 
     def rows_and_depths(self, levels: Sequence[Level]) -> Tensor:
-        """Each candidate's row among all expanded nodes, and its depth [2, C], the root first."""
+        """[2, C], the root first: which of all expanded nodes is the parent, and the depth."""
         sizes = tuple(len(level.tokens) for level in levels)
         return _regular_rows_and_depths(sizes, self.k, levels[0].tokens.device)
 
     def laws_of_kept(self, kept: Tensor, levels: tuple[Level, ...]) -> DraftLaws:
-        """What the children of the kept nodes [N] were drawn from."""
+        """The distributions that the children of the kept nodes [N] were drawn from."""
         laws = torch.cat([cast(Tensor, level.drawn_from) for level in levels])  # [E, Vd]
         expanded = expanded_numbers(levels)  # [E]
-        # From a candidate's number to its row of `laws`; a leaf's, 0, is not read.
+        # From a candidate's number to its row of `laws`. A leaf gets row 0, which nobody reads.
         num_candidates = 1 + sum(len(level.tokens) for level in levels)
         row_of = kept.new_zeros(num_candidates)
         row_of.scatter_(0, expanded, torch.arange(len(expanded), device=kept.device))
         rows = row_of.index_select(0, kept)
-        # Each expanded node has k candidates, in the order of their draws; 1 is a first draw.
+        # Each expanded node has k candidates, in the order of their draws; candidate 1 is a first
+        # draw.
         ranks = (kept - 1) % self.k
         q = laws.index_select(0, rows)
         return DraftLaws("R3", q, self.drafter.ids, ranks=ranks, width=self.k)
@@ -258,9 +263,9 @@ class BestOfLevel(BestChildren):
 class DrawnChildren(BestChildren):
     """k draws without replacement under every expanded node (R3: RSD, arXiv 2402.14160).
 
-    Lossless, because no draw decides whether it is kept: its score depends on its place in the
-    order and on the shape of q, not on its token. See `draw_children`, and docs/lossless.md for the
-    proof.
+    Lossless, because a draw's token does not decide whether the tree keeps the draw. Its score
+    depends only on its place in the order and on the shape of q (`draw_children`). The proof is in
+    docs/lossless.md.
     """
 
     def __init__(self, drafter: Drafter, k: int, calibrate: Calibrate, sampler: Sampler) -> None:
@@ -283,10 +288,9 @@ class DrawnChildren(BestChildren):
         )
 
     def shown(self, level: Level, stop: Stop) -> Level:
-        """All of the level only to a rule that leaves the tree as it would be without the rule.
+        """The whole level for a rule that never changes the tree, else its best candidate alone.
 
-        To any other rule the best candidate alone. No deeper node ranks above it, so whether it is
-        kept does not depend on a stop here.
+        No deeper node ranks above that candidate, so a stop here cannot decide whether it is kept.
         """
         if stop.keeps_tree:
             return level
@@ -319,7 +323,7 @@ def _depths(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @cache
 def _sizes_before(sizes: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """0 repeated counts[0] times, sizes[0] counts[1] times, sizes[0] + sizes[1] ..."""
+    """0 counts[0] times, sizes[0] counts[1] times, sizes[0] + sizes[1] counts[2] times, ..."""
     before = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     return before.repeat_interleave(torch.tensor(counts)).to(device)
 
@@ -328,10 +332,11 @@ def _sizes_before(sizes: tuple[int, ...], counts: tuple[int, ...], device: torch
 
 
 def last_of(levels: Iterable[Grown]) -> Tree:
-    """The tree that ends where its rule says so; an answer in a tensor is read while the next level
-    runs.
+    """The tree that ends where its stop rule says so.
+
+    An answer in a tensor is read while the device runs the next level.
     """
-    # What the level before answered, if its answer was not waited for, and the tree it ends.
+    # The unread answer for the level before, and the tree that ends with that level.
     before: tuple[Callable[[], bool], Callable[[], Tree]] | None = None
     for ends, finish in levels:
         if before is not None:
@@ -347,12 +352,13 @@ def last_of(levels: Iterable[Grown]) -> Tree:
 
 
 def promise(answer: Tensor) -> Callable[[], bool]:
-    """Begins to copy a boolean [] to the host; the function returned waits for it alone, not for
-    later launches.
+    """Starts to copy a boolean [] to the host; the returned function gives its value.
+
+    That function waits for the copy alone, not for kernels that were launched later.
     """
     if not answer.is_cuda:
         return lambda: bool(answer)
-    # pinned, as other memory would make the copy wait for the device
+    # Pinned memory: a copy to any other memory would wait for the device.
     on_host = torch.empty_like(answer, device="cpu", pin_memory=True)
     on_host.copy_(answer, non_blocking=True)
     event = torch.cuda.Event()

@@ -31,22 +31,24 @@ from aerie.infer.decode.verify import read, rule_of
 from aerie.model.kv_cache import KeptRows
 from aerie.model.target import Target, context_of, load_tokenizer
 
-CHUNK = 2048  # tokens of a prompt that one forward reads: their mask is over all tokens before them
+# The most tokens of a prompt that one forward reads: its mask has a column for each token so far.
+CHUNK = 2048
 
 
 @dataclass
 class Statistics:
+    """What one answer took, by cycle and in all. Draft forwards may give several levels each."""
+
     prompt_tokens: int
     decoding: Decoding
     cycle_tokens: list[int] = field(default_factory=list)  # new tokens per cycle, bonus included
     accepted: list[int] = field(default_factory=list)  # drafted tokens among them
     cycle_ms: list[float] = field(default_factory=list)
     cycle_nodes: list[int] = field(default_factory=list)  # drafted nodes
-    # the rule that judged the drafts; R0 or R2 where nothing was drafted
-    verify: str = "R0"
+    verify: str = "R0"  # the rule that judged the drafts; R0 or R2 if there were none
     draft_forwards: int = 0
-    draft_levels: int = 0  # more than draft_forwards where one gives several
-    draft_forwards_wasted: int = 0  # beyond the accepted length
+    draft_levels: int = 0
+    draft_forwards_wasted: int = 0  # forwards of levels beyond the accepted length
     draft_nodes: int = 0
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -76,11 +78,12 @@ class Statistics:
 
     @property
     def tau(self) -> float:
+        """New tokens per cycle, without the prefill and its token."""
         return sum(self.cycle_tokens) / len(self.cycle_tokens) if self.cycle_tokens else 1.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Leaves out the prefill and its token."""
+        """New tokens per second, without the prefill and its token."""
         return (self.new_tokens - 1) / max((self.ms["wall"] - self.ms["prefill"]) / 1000, 1e-9)
 
 
@@ -101,14 +104,16 @@ class Generation:
 
 
 def raw_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids [T] of a text without the chat template; warns if the text spells the tokens that
-    the tokenizer puts before every text."""
+    """Token ids [T] of a text without the chat template.
+
+    Warns if the text spells the tokens that the tokenizer puts before every text.
+    """
     ids: list[int] = tokenizer(text)["input_ids"]
     spelt = tokenizer(text, add_special_tokens=False)["input_ids"]
     count = next((n for n in range(1, len(ids)) if ids[n : n + len(spelt)] == spelt), 0)
     if count and ids[:count] == spelt[:count]:
         added = tokenizer.decode(ids[:count])
-        warn(f"the prompt begins with {added} twice: the tokenizer adds it; leave it out")
+        warn(f"the prompt begins with {added} twice; leave it out, as the tokenizer adds it")
     return ids
 
 
@@ -144,7 +149,7 @@ class SpeculativeDecoder:
         try:
             return bind(load_tokenizer(self.target.recipe), self.render)
         except UserError as error:
-            raise UserError(f"{error}; give from_pretrained tokenizer=") from error
+            raise UserError(f"{error}; pass tokenizer= to from_pretrained") from error
 
     @classmethod
     def from_pretrained(
@@ -158,13 +163,14 @@ class SpeculativeDecoder:
         device: str | None = None,
         **keys: Any,
     ) -> "SpeculativeDecoder":
-        """A decoder for a head; all but the target may be left out.
+        """A decoder that drafts with a head; without a head, plain decoding.
 
         target: a directory, a Hub id, or a loaded Target or transformers model (with sdpa or eager
         attention; it is frozen). method, tree: by default the head's usual ones. tokenizer: by
-        default that of the target's directory or Hub id; its chat template gets the arguments of
-        the head's training. device (by default the GPU, if there is one) and keys (TargetConfig's:
-        dtype, ...) are for loading the target.
+        default that of the target's directory or Hub id, with the template arguments of the head's
+        training. device (by default the GPU, if there is one) and keys (fields of TargetConfig,
+        such as dtype) say how to load the target.
+        UserError: head, method or tree do not fit the target or each other.
         """
         # --- the target: loaded here, or taken as it is
         if not isinstance(target, Target | PreTrainedModel):
@@ -185,7 +191,7 @@ class SpeculativeDecoder:
             "tree": tree if head else None,
         }
         row = validate(values, MethodConfig, "from_pretrained", {})
-        # a head for a method without one is refused as well
+        # This also refuses a head for a method that takes none.
         if head or METHODS[row.method].heads:
             check_kind(row.method, kind, "from_pretrained")
         path = str(head) if head else None
@@ -194,7 +200,7 @@ class SpeculativeDecoder:
         if path:
             arguments = trained_arguments(path) or {}
             decoder.render = RenderConfig(template_arguments=arguments)
-        # takes the place of the cached property, which would look at the target's directory
+        # replaces the cached property, which would read the target's directory
         if tokenizer is not None:
             decoder.tokenizer = tokenizer
         return decoder
@@ -214,16 +220,15 @@ class SpeculativeDecoder:
         """Decodes one prompt.
 
         input_ids: a text, messages, token ids [T] or [1, T] (list or tensor), or what a tokenizer
-        returns. A text is a user's turn in the chat template; a tokenizer without one takes it as
-        it is. settings: HONOURED, by default the generation_config's; what neither sets is off,
-        top_k too. timed: waits for the device in each phase. on_cycle sees each cycle, whose
-        tensors the next one may overwrite.
+        returns. A text becomes a user's turn in the chat template, or stays as it is if the
+        tokenizer has none. settings: names of HONOURED. A setting that is left out has its value in
+        the generation_config, else it is off, top_k too. timed: each phase waits for the device.
+        on_cycle gets each cycle, whose tensors the next cycle may overwrite.
         UserError: padding, several prompts, ids outside the vocabulary, no room in the context,
         unknown settings.
         """
         if unknown := ", ".join(sorted(settings.keys() - set(HONOURED))):
             raise UserError(f"generate() does not know {unknown}; use {', '.join(HONOURED)}")
-        # What was asked for, else the model's own settings, else the defaults.
         decoding = resolve(self.target.generation_config, **settings)
         if isinstance(input_ids, Mapping) and attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
@@ -238,7 +243,7 @@ class SpeculativeDecoder:
         draws_from = self.runners.generator if plan.captured else generator
         draws_from.set_state(generator.get_state())
         sampler = Sampler(decoding, draws_from, prompt)
-        # Until something is drafted, the rule is that of plain decoding.
+        # the rule of plain decoding, until something is drafted
         statistics = Statistics(len(prompt), decoding, verify=rule_of(None, sampler))
         clock = Clock(statistics.ms, timed and prompt.is_cuda)
         if streamer is not None:
@@ -264,10 +269,10 @@ class SpeculativeDecoder:
         on_cycle: Callable[[Cycle], None] | None,
     ) -> list[int]:
         """The answer's token ids."""
-        # --- prefill: the answer's first token, which is the first root
+        # --- prefill: the target reads the prompt and chooses the first token, which is the first
+        # root
         num_rows = self._num_rows(len(prompt) + sampler.decoding.max_new_tokens, plan)
         kept = self._kept(num_rows)
-        # The target reads the prompt and chooses the first token, which nobody drafted.
         root = self._prefill(prompt, kept, sampler)  # [1]
         answer = AnswerSoFar(sampler.decoding, prompt, self._stop_strings(sampler.decoding))
         new = answer.add(root.tolist())
@@ -279,24 +284,23 @@ class SpeculativeDecoder:
                 streamer.put(torch.tensor(new))
             if answer.has_ended:
                 return answer.tokens
-            if kept.length == self.target.rope_switch:  # LongRoPE: all rows must be rotated anew
+            if kept.length == self.target.rope_switch:  # LongRoPE changes the rotation of all rows
                 self._prefill_again(prompt, answer, kept)
-            # --- (1) draft; the bonus token takes one place of what is left
-            # A tree deeper than what is left of the answer would be drafted for nothing.
+            # --- (1) draft no deeper than the answer has room; the bonus token takes one place
             levels = self._num_levels(answer.remaining - 1, plan, num_rows)
-            # short trees at the answer's end run eagerly, whatever the plan
+            # Short trees at the answer's end run eagerly, whatever the plan.
             runner = self.runners.runner_for(levels)
             tree = runner.draft(root, levels)
             draft_ms = clock.lap("draft")
             # --- (2) verify all nodes in one forward of the target
             step = runner.extend(tree.tokens, tree.depth, tree.mask)
-            # The processors that read the text and each path change the logits here.
+            # Penalties and bans read the text and each node's path, and change the logits here.
             step = replace(step, logits=sampler.with_text(step.logits, tree))
-            # Everything before runs ahead of the device; only here does the host wait for it.
+            # Until here the host runs ahead of the device; only `read` waits for it.
             verdict = read(runner.judge(tree, step.logits, sampler), len(tree))
             verify_ms = clock.lap("verify")
             chosen = [*verdict.tokens, verdict.bonus][: answer.remaining]
-            # An end token inside the accepted path cuts what follows it.
+            # An end token inside the accepted path cuts off what follows.
             new = answer.add(chosen)
             cycle = Cycle(
                 tree,
@@ -312,15 +316,15 @@ class SpeculativeDecoder:
             commit_ms = clock.lap("commit")
             if on_cycle is not None:
                 on_cycle(cycle)
-                clock.lap(None)  # the watcher's time counts for no phase
+                clock.lap(None)  # no phase counts the watcher's time
             # --- (3) commit the accepted path; the bonus token, the next root, has no row yet
             count = len(verdict.path)
-            # The path's nodes but the root, and the bonus token: as many as the path has nodes.
+            # As many new tokens as the path has nodes: the bonus token replaces the root.
             sampler.follow(verdict.new[:count])
             runner.accept(verdict, step.features)
             self.proposer.learn(chosen, cycle)
             kept.advance(count)
-            # A slice of the device's own tensor, as a number would have to be copied back.
+            # A slice of the tensor on the device: a host number would have to be copied there.
             root = verdict.new[count - 1 : count]
             commit_ms += clock.lap("commit")
             statistics.count(cycle, draft_ms + verify_ms + commit_ms)
@@ -346,35 +350,35 @@ class SpeculativeDecoder:
         shape = tuple(input_ids.shape)
         num_ids = self.target.vocab.embedding.shape[0]
         if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-            fix = "the prompt is empty" if 0 in shape else "give one prompt at a time, [1, T]"
-            raise UserError(f"input_ids {list(shape)}: {fix}")
+            fix = "the prompt is empty" if 0 in shape else "pass one prompt at a time, [1, T]"
+            raise UserError(f"input_ids of shape {list(shape)}: {fix}")
         if attention_mask is not None and not bool(torch.as_tensor(attention_mask).all()):
-            raise UserError("attention_mask hides tokens of the prompt; pass it without padding")
+            raise UserError("attention_mask hides tokens; pass the prompt without padding")
         largest = int(input_ids.max())
         if largest >= num_ids:
             raise UserError(f"token id {largest} is outside the target's vocabulary of {num_ids}")
         for name, limit in self.limits.items():
             if shape[1] + num_new > limit:
                 request = f"prompt of {shape[1]} tokens + max_new_tokens {num_new}"
-                raise UserError(f"{request} exceeds {name} {limit}; lower either")
+                raise UserError(f"{request} exceeds {name} {limit}; shorten one of them")
 
     @property
     def limits(self) -> dict[str, int]:
-        """How many tokens prompt and answer may have together, by what bounds them."""
+        """The most tokens of prompt and answer together, by the name of the limit."""
         return {
             "the target's context": context_of(self.target.config) or UNBOUNDED,
             "the draft head's max_position_embeddings": self.proposer.max_positions,
         }
 
     def _num_rows(self, num_tokens: int, plan: CyclePlan) -> int:
-        """Rows of the cache for prompt, answer and the tree behind them."""
+        """The rows of the cache for prompt, answer and the tree behind them."""
         num_tokens = bucket(num_tokens) if plan.captured else num_tokens
         return num_tokens + max(self.proposer.max_nodes, self.proposer.draft_slots)
 
     def _kept(self, num_rows: int) -> KeptRows:
-        """The last text's, if it has room: then its caches and graphs are used again."""
+        """The last text's rows if they have room, so that its caches and graphs serve again."""
         kept = self.lm.cache.kept
-        # A new KeptRows means new caches for the target and the head, and new graphs.
+        # New rows mean new caches for the target and the head, and new graphs.
         if len(kept.positions) < num_rows:
             kept = KeptRows(num_rows, self.target.device, self.target.dtype)
         kept.restart()
@@ -382,7 +386,7 @@ class SpeculativeDecoder:
 
     def _prefill(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> Tensor:
         """Reads the prompt [T] in parts; returns the answer's first token [1]."""
-        # before the forwards: the head reads each part as the target has read it
+        # before the forwards, because the head reads each part right after the target
         self.proposer.reset(prompt, kept, sampler)
         # LongRoPE's factors depend on the length, so one forward reads all of the prompt.
         size = CHUNK if self.target.rope_switch is None else len(prompt)
@@ -400,14 +404,12 @@ class SpeculativeDecoder:
         return following
 
     def _prefill_again(self, prompt: Tensor, answer: "AnswerSoFar", kept: KeptRows) -> None:
-        """Writes the rows of prompt and answer anew, where LongRoPE turns to its other factors."""
+        """Reads prompt and answer again, because LongRoPE now rotates all rows by other factors."""
         tokens = torch.tensor(answer.tokens, device=prompt.device)
         self.lm.prefill(torch.cat([prompt, tokens]), kept)
 
     def _num_levels(self, room: int, plan: CyclePlan, num_rows: int) -> int:
-        """How deep the next tree may be; room: tokens that the answer may have beside the bonus
-        token.
-        """
+        """How deep the next tree may be; room: tokens that the answer may take before the bonus."""
         bound = self.proposer.levels
         # Whole trees need rows beyond the answer's end, for which the context must have room.
         if plan.has_whole_trees and num_rows <= min(self.limits.values()):
@@ -424,8 +426,8 @@ class SpeculativeDecoder:
 class AnswerSoFar:
     """The answer's tokens, and whether it has ended.
 
-    It ends like transformers' answers: with an end token, or with the token in which a stop string
-    ends, also if that string began in the prompt.
+    It ends like transformers' answers: with an end token, or with the token that completes a stop
+    string, even if that string began in the prompt.
     """
 
     def __init__(
@@ -435,14 +437,14 @@ class AnswerSoFar:
         self._limit = decoding.max_new_tokens
         self._end_ids = decoding.eos_token_ids
         self._stop_strings = stop_strings
-        self._prompt_end: list[int] = []  # where a stop string may begin
+        self._prompt_end: list[int] = []  # the prompt's last tokens: a stop string may begin there
         if stop_strings is not None:
             self._prompt_end = prompt[-stop_strings.maximum_token_len :].tolist()
         self._is_complete = False
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still have."""
+        """How many tokens the answer may still take."""
         return self._limit - len(self.tokens)
 
     @property
@@ -450,7 +452,7 @@ class AnswerSoFar:
         return self._is_complete or self.remaining == 0
 
     def add(self, new: list[int]) -> list[int]:
-        """Takes these tokens, up to the one that ends the answer; returns those that it took."""
+        """Takes tokens, up to the one that ends the answer; returns those that it took."""
         for count, token in enumerate(new, start=1):
             self.tokens.append(token)
             if token in self._end_ids or self._completes_a_stop_string():
@@ -461,7 +463,7 @@ class AnswerSoFar:
     def _completes_a_stop_string(self) -> bool:
         if self._stop_strings is None:
             return False
-        # Enough of the text that any stop string ending here begins in it.
+        # enough of the text to hold the beginning of any stop string that ends here
         longest = self._stop_strings.maximum_token_len
         text = [*self._prompt_end, *self.tokens[-2 * longest :]]
         return bool(self._stop_strings(torch.tensor([text]), None))

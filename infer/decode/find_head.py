@@ -1,6 +1,6 @@
-"""Which head a row drafts with: the kind of a directory, and whether it fits method and tree.
+"""Finds the head that a row drafts with, and checks that the head fits the method and the tree.
 
-`source` is where a row was read, as errors name it.
+`source` is where the row was read; errors name it.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from aerie.model.storage import CONFIG, read_json
 
 
 def kind_at(head: Path | str) -> str:
-    """The kind of the head in a directory or on the Hub; UserError where there is none."""
+    """The kind of the head in a directory or on the Hub; UserError if there is no head."""
     path = head_directory(head) / CONFIG
     values: Any = read_json(path)
     config = values if isinstance(values, dict) else {}
     if config.get("aerie_kind") in USUAL:
         return str(config["aerie_kind"])
     try:
-        # a published head says its kind by the names and shapes of its tensors
+        # A published head tells its kind by keys of its config and names of its tensors.
         return recognise(config, tensor_names(path.parent), path)[1]
     except UserError:
-        # no head, but a causal LM that transformers loads: a draft LM
+        # A causal LM of transformers that is no head is a draft LM.
         endings = ("ForCausalLM", "LMHeadModel")
         classes = config.get("architectures") or []
         is_causal = any(str(name).endswith(endings) for name in classes)
@@ -37,9 +37,10 @@ def kind_at(head: Path | str) -> str:
 
 
 def check_kind(method: str, kind: str, source: str) -> None:
+    """UserError unless the method drafts with heads of this kind."""
     kinds = METHODS[method].heads
     if not kinds:
-        raise UserError(f"{source}: {method} needs no head; leave it out")
+        raise UserError(f"{source}: {method} needs no head; leave the head out")
     if kind not in kinds:
         wanted = f"a head of kind {' or '.join(kinds)}, not {kind}"
         fix = f"give another head, or method {USUAL.get(kind, 'vanilla')}"
@@ -49,25 +50,26 @@ def check_kind(method: str, kind: str, source: str) -> None:
 def find_head(
     row: MethodConfig, directory: Path, preferred: str, option: Path | None, source: str
 ) -> str | None:
-    """The row's own head, else `option` if its kind fits, else a run's; None: it needs no head.
+    """The row's own head, else `option` if its kind fits, else the run's; None: it needs no head.
 
-    directory: of a run's heads, a folder for each kind, of which the preferred one comes first.
+    directory: the run's heads, a folder for each kind. preferred: the kind that is looked for
+    first.
     """
     kinds = sorted(METHODS[row.method].heads, key=lambda kind: kind != preferred)
     if row.head is not None:
-        # of a method without heads none is read; check_kind refuses it whatever it is
+        # If the method takes no head, `check_kind` refuses any kind, so no file is read.
         kind = kind_at(row.head) if kinds else "draft"
         check_kind(row.method, kind, f"{source}: {row.head}")
         return row.head
     if not kinds:
         return None
-    # one --head serves a bench of several methods: rows of other kinds take the run's
+    # One --head may serve a bench of several methods: rows of other kinds take the run's heads.
     if option is not None and kind_at(option) in kinds:
         return str(option)
     for kind in kinds:
         if (directory / kind / CONFIG).is_file():
             return str(directory / kind)
-    # nothing else fits: say what is wrong with the head that was given
+    # Nothing fits. If a head was given, say why it does not.
     if option is not None:
         check_kind(row.method, kind_at(option), f"{source}: {option}")
     wanted = f"a head of kind {' or '.join(kinds)}"
@@ -80,7 +82,7 @@ def check_levels(row: MethodConfig, head: str | None, source: str) -> MethodConf
     if row.tree is None or head is None:
         return row
     config = read_json(head_directory(head) / CONFIG)
-    # Medusa, Hydra and block heads have a module or a row for each level; others have no limit
+    # Medusa, Hydra and block heads have a module or a row for each level; others have no limit.
     most = KINDS[kind_at(head)].levels_of(config)
     if most is None:
         return row
@@ -88,7 +90,7 @@ def check_levels(row: MethodConfig, head: str | None, source: str) -> MethodConf
 
 
 def heads_by_kind(heads: Sequence[Path], directory: Path | None) -> dict[str, str]:
-    """These heads, and those of a run's directory, by kind; UserError for two of a kind."""
+    """These heads, and those of the run's directory, by kind; UserError for two of a kind."""
     by_kind: dict[str, str] = {}
     for head in heads:
         kind = kind_at(head)
@@ -101,5 +103,5 @@ def heads_by_kind(heads: Sequence[Path], directory: Path | None) -> dict[str, st
         for kind in published.heads:
             if directory is not None and (directory / kind / CONFIG).is_file():
                 in_run[kind] = str(directory / kind)
-    # a head that was given stands in for the run's of its kind
+    # A given head replaces the run's head of its kind.
     return in_run | by_kind

@@ -25,7 +25,7 @@ class LoadedHeads:
         self._models: dict[str, Any] = {}  # by directory or Hub id
 
     def of(self, head: str) -> Drafter:
-        # a drafter holds the caches of one text, so decoders share the weights alone
+        """A new drafter: it holds the caches of one text, so decoders share the weights alone."""
         kind = DRAFT_MODELS[kind_at(head)]
         drafter: Drafter = kind.drafter(self.model_of(head), self.target)
         return drafter
@@ -39,29 +39,29 @@ class LoadedHeads:
 
 
 def load_head_for(target: Target, head: str) -> Head:
-    """The head in the target's dtype, on the device of its LM head.
+    """The head in the target's dtype, on the device of the target's LM head.
 
-    UserError where it does not fit the target.
+    UserError if the head does not fit the target.
     """
-    # a published EAGLE-3 head may name no taps
+    # for a published EAGLE-3 head that names no taps
     taps = default_taps(target.num_blocks)
     module = load_head(head, dtype=target.dtype, vocab=target.vocab, after_blocks=taps)
     path = target.recipe.path
     check_sizes(module.config, target.vocab, head, path, target.config)
     for sentence in position_warnings(module.config, target.config, head):
         warn(sentence)
-    # a head for a deeper model of the same width would read a block that is not there
+    # A head for a deeper model of the same width would read a block that the target lacks.
     taps = getattr(module.config, "after_blocks", ())
     if max(taps, default=0) >= target.num_blocks:
-        fault = f"reads the target's states after blocks {taps}, and {path} has"
-        raise UserError(f"{head}: {fault} {target.num_blocks} blocks; give its target")
+        fault = f"reads the target's states after blocks {taps}, but {path} has only"
+        raise UserError(f"{head}: {fault} {target.num_blocks} blocks; give the head's own target")
     if isinstance(module, Eagle3Head):
         ends = sorted(token_ids(target.generation_config.eos_token_id))
-        # a draft vocabulary without the end token can never draft an answer's end
+        # Without the end token in its draft vocabulary, a head can never draft an answer's end.
         module.vocabulary.check_ends(ends, head)
-    # drafts stay lossless with any weights, so this is no error
+    # A warning and no error: decoding stays lossless.
     trained_with = head_facts(head).get("target")
     difference = other_weights(trained_with, target.recipe, target.config, target.vocab)
     if difference:
-        warn(f"{head}: {difference}; few drafts will fit: give its target")
+        warn(f"{head}: {difference}; few drafts will be accepted; give the head's own target")
     return module.to(target.device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Makes the proposer of a settled row. Those without a head are here: lookup and lookahead."""
+"""Makes the proposer of a settled row; holds the headless ones, prompt lookup and lookahead."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def make_proposer(heads: LoadedHeads, row: MethodConfig, head: str | None) -> Pr
         return tree_proposer(heads.of(head), row.tree, calibrate_of(row.tree.calibrated, head))
     if isinstance(row.options, LookaheadConfig):
         target = heads.target
-        # no passenger may switch LongRoPE's factors
+        # No passenger may stand where LongRoPE switches its factors.
         return Lookahead(row.options, target.rope_switch or context_of(target.config))
     return None if row.options is None else PromptLookup(row.options)
 
@@ -55,7 +55,7 @@ def tree_proposer(
     return TreeProposer(drafter, make_shape(tree, calibrate))
 
 
-Name = Path | int  # of a node: a guessed one's path, a passenger's number
+Name = Path | int  # a node's name: the path of a guessed node, the number of a passenger
 
 
 class Node(NamedTuple):
@@ -65,7 +65,7 @@ class Node(NamedTuple):
 
 
 class GuessTree:
-    """A tree of guesses, which share their beginnings, and of passengers, never accepted."""
+    """Builds a tree of guesses, which share their beginnings, and of passengers."""
 
     def __init__(self) -> None:
         self._nodes: dict[Name, Node] = {(): Node(0, 0, ())}
@@ -74,21 +74,21 @@ class GuessTree:
     def guess(self, tokens: Sequence[int]) -> None:
         self._counts[()] += 1
         for depth, token in enumerate(tokens, start=1):
-            # guesses that begin alike share these nodes
+            # Guesses that begin alike share nodes.
             path = tuple(tokens[:depth])
             self._nodes[path] = Node(token, depth, path[:-1])
             self._counts[path] += 1
 
     def ride(self, token: int, parent: Name) -> Name:
-        """Adds a passenger."""
-        # a number, as a passenger may repeat the path of a guess; paths are tuples
+        """Adds a passenger, which is never accepted, below a node; returns the passenger's name."""
+        # no path, because a passenger may repeat the path of a guess
         name = len(self._nodes)
         self._nodes[name] = Node(token, self._nodes[parent].depth + 1, parent)
         return name
 
     def tree(self, root: Tensor) -> tuple[Tree, dict[Name, int]]:
-        """The tree under root [1], and the index in it of each node."""
-        # level by level, as verification wants them; in a level as they were added
+        """The tree under root [1], and each node's index in it."""
+        # level by level, as `Tree` wants it; within a level in the order of addition
         names = sorted(self._nodes, key=lambda name: self._nodes[name].depth)
         index = {name: number for number, name in enumerate(names)}
         if len(names) == 1:
@@ -100,12 +100,12 @@ class GuessTree:
         # one copy to the device for all columns
         tokens, parents, depth, rides = torch.tensor(rows, device=root.device).unbind(1)  # [N] each
         rides[0] = 0
-        # the root's token is on the device alone
+        # Only the device knows the root's token.
         tokens = torch.cat([root, tokens[1:].to(root.dtype)])
         shares = torch.tensor([self._log_shares(name) for name in names], device=root.device)
         confidence, survival = shares.unbind(1)  # [N] each
         mask = ancestors(parents, self._nodes[names[-1]].depth)
-        # the depth of the guesses alone: no path is accepted through a passenger
+        # Only guesses count: no path through a passenger is accepted.
         levels = max((self._nodes[name].depth for name in self._counts), default=0)
         has_passengers = any(isinstance(name, int) for name in names)
         passengers = rides.bool() if has_passengers else None
@@ -115,7 +115,7 @@ class GuessTree:
         return tree, index
 
     def _log_shares(self, name: Name) -> tuple[float, float]:
-        """Log shares of the parent's guesses, and of all, that pass through a node."""
+        """The log share of its parent's guesses that pass through a node, and of all guesses."""
         if name not in self._counts:
             return 0.0, 0.0
         count = self._counts[name]
@@ -126,17 +126,17 @@ class GuessTree:
 def continuation(
     text: NDArray[np.int64], config: PromptLookupConfig, end_ids: Collection[int] = ()
 ) -> list[int]:
-    """What followed the longest final n-gram of the text where it stood before, up to an end token.
+    """The tokens that followed an earlier copy of the text's final n-gram, up to an end token.
 
-    As transformers' PromptLookupCandidateGenerator finds it.
+    Like transformers' PromptLookupCandidateGenerator, it takes the longest n-gram that has a copy,
+    and the first copy.
     """
-    # the longest n-gram first; the text without its last token must have room for a copy
+    # The text without its last token must have room for the n-gram.
     for size in range(min(config.ngram, len(text) - 1), 0, -1):
         ngrams = sliding_window_view(text[:-1], size)  # [n, size]
-        # where the copies end, which is where their continuations begin
+        # where the copies end and their continuations begin
         starts = np.flatnonzero((ngrams == text[-size:]).all(axis=1)) + size
         if len(starts):
-            # the first copy, as in transformers
             start = starts[0]
             tokens = text[start : start + config.length].tolist()
             return list(itertools.takewhile(lambda token: token not in end_ids, tokens))
@@ -144,7 +144,7 @@ def continuation(
 
 
 class PromptLookup(Proposer):
-    """Prompt lookup: a chain of tokens that stand in the text already."""
+    """Prompt lookup: drafts a chain that it copies from the text."""
 
     levels = None
 
@@ -157,7 +157,7 @@ class PromptLookup(Proposer):
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         self._length = len(prompt)
-        # written in place: a list would be made an array anew in every cycle
+        # an array that `learn` writes into: a list would be converted in every cycle
         self._text = np.zeros(len(kept.positions), dtype=np.int64)  # room for the answer as well
         self._text[: self._length] = prompt.cpu().numpy()
         self._end_ids = sampler.decoding.eos_token_ids
@@ -178,22 +178,23 @@ class Lookahead(Proposer):
     """Lookahead decoding (arXiv 2402.02057, section 3); all sizes as in the published code.
 
     The window has N - 1 rows of W tokens. Row l, column i stands l + i places after the root, which
-    is row 0, column 0. A token sees row 0 up to its column, and what is above it in its column:
+    is row 0, column 0. A token sees row 0 up to its own column, and the tokens above it there:
 
         row 0   root  b     c          row 0 is a chain below the root
         row 1   d     e     f          d below the root, e below b, f below c
         row 2   g     h     i          g below d, h below e, i below f
 
-    The target's choices after the last row are the next row. While the window is not full (the
-    warm-up) each forward adds a row and drops column 0; then row 0 is dropped. The columns are
-    n-grams of the pool; those that begin with the last token are guesses, verified at once.
+    The target's choices after the last row become the next row. During the warm-up, while the
+    window is not full, each forward drops column 0; later it drops row 0. The full window's columns
+    join the pool of n-grams. Those n-grams that begin with the last token are the guesses, which
+    the same forward verifies.
     """
 
     is_chain = False
     levels = None
 
     def __init__(self, config: LookaheadConfig, context: int | None = None) -> None:
-        """context: the most tokens of prompt, answer and window."""
+        """context: the most tokens of prompt, answer and window together."""
         self.config = config
         self._context = context or UNBOUNDED
         self.max_nodes = config.sizes[2]
@@ -204,15 +205,15 @@ class Lookahead(Proposer):
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
         config = self.config
         self._text: list[int] = prompt.tolist()
-        # random tokens of the prompt, as in the published code, but the same ones in every run
+        # random tokens of the prompt, as in the published code, but the same in every run
         generator = torch.Generator().manual_seed(0)
-        # one column more than W for each row that is still to come, as each drops one
+        # W columns, and one more for each row of the warm-up, as each drops a column
         width = config.window + config.ngram - 2
         indices = torch.randint(len(self._text), (width,), generator=generator)
         self.window = [[self._text[index] for index in indices.tolist()]]
-        # the last different continuations of each token, oldest first
+        # by token: the different n-grams that continued it last, the oldest first
         self.pool: dict[int, dict[Path, None]] = {}
-        # nodes of the last tree after which the target chooses the window's next row
+        # the last tree's nodes after which the target chooses the window's next row
         self._last_row: list[int] = []
         self._pool_text(len(self._text))
 
@@ -221,9 +222,9 @@ class Lookahead(Proposer):
         token = self._text[-1]
         first, *rows = self.window
         names: list[Name] = []
-        # all passengers must fit the context
+        # All passengers must fit the context.
         if len(self._text) + len(rows) + len(first) - 1 <= self._context:
-            # column 0 of row 0 is the root, which changes with every cycle
+            # Row 0, column 0 is the root, which changes with every cycle.
             first[0] = token
             names.append(())
             for passenger in first[1:]:
@@ -232,7 +233,7 @@ class Lookahead(Proposer):
                 names = [guesses.ride(*pair) for pair in zip(row, names, strict=True)]
         if len(self.window) == self.config.ngram - 1:  # the window is full
             for guess in self.pool.get(token, ()):
-                # the pool is keyed by the first token, so that a guess goes on from the root
+                # The pool's n-grams lack their first token, which is the root.
                 guesses.guess(guess[:max_levels])
         tree, index = guesses.tree(root)
         self._last_row = [index[name] for name in names]
@@ -244,7 +245,7 @@ class Lookahead(Proposer):
             row = cycle.step.logits[self._last_row].argmax(-1).tolist()
             rows = [*self.window, row]
             if len(rows) == self.config.ngram:
-                # the window was full: its columns are n-grams now, and row 0 leaves
+                # The window was full: its columns are n-grams now, and row 0 leaves.
                 self.window = rows[1:]
                 for ngram in zip(*rows, strict=True):
                     self._add(ngram)
@@ -259,7 +260,7 @@ class Lookahead(Proposer):
         if not self.config.pool_from_text:
             return
         size = self.config.ngram
-        # n-grams that ended before were pooled with the tokens before
+        # Earlier calls pooled the n-grams that end before.
         first = max(len(self._text) - num_new + 1, size)
         for end in range(first, len(self._text) + 1):
             self._add(tuple(self._text[end - size : end]))
@@ -269,5 +270,5 @@ class Lookahead(Proposer):
         continuations.pop(ngram[1:], None)  # it becomes the newest
         continuations[ngram[1:]] = None
         if len(continuations) > self.config.guesses:
-            # a dict keeps its order: its first is the one that nothing has confirmed for longest
+            # The first of the dict has gone unseen for longest.
             del continuations[next(iter(continuations))]

@@ -1,8 +1,7 @@
-"""Who does what in a cycle.
+"""The roles in a cycle.
 
-A drafter gives distributions, a shape grows a tree from them, and a proposer brings both to a text.
-
-The rest of a cycle is in verify.py (which drafted tokens are accepted) and engine.py (the loop).
+A drafter gives distributions. A shape grows a tree from them. A proposer owns both and feeds them
+the text. verify.py decides which drafted tokens are accepted, and engine.py holds the loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +19,13 @@ from aerie.infer.decode.verify import Verdict
 from aerie.model.kv_cache import KeptRows
 
 UNBOUNDED = 2**31
-# When a dynamic tree's stop rule is read: before the next level is drafted, or while that level
-# runs on the device.
+# When the host reads the stop rule of a dynamic tree. each: before it launches the next level.
+# late: while the device runs the next level.
 StopRead = Literal["each", "late"]
-# What a draft reads from the device: nothing; only whether the stop rule ends the tree, between two
-# levels; or more.
+# What a draft reads from the device. stop rule: only, between two levels, whether the rule ends the
+# tree.
 DraftReads = Literal["nothing", "stop rule", "anything"]
-Calibrate = Callable[[Tensor], Tensor]  # log q, of any shape -> log confidence
+Calibrate = Callable[[Tensor], Tensor]  # log q [..] -> log confidence [..]
 
 
 def unchanged(log_q: Tensor) -> Tensor:
@@ -36,42 +35,42 @@ def unchanged(log_q: Tensor) -> Tensor:
 class Drafter:
     """Gives the head's distributions q, node by node.
 
-    For each text: `reset` and `commit` (the prompt), then in each cycle `start`, `step` for each
-    further level, and `commit` with the tokens that were accepted.
+    A text begins with `reset`, and with `commit` of the prompt. Each cycle calls `start`, `step`
+    for each further level, and `commit` with the accepted tokens and the bonus token.
     """
 
-    max_positions: int = UNBOUNDED  # tokens of prompt and answer
-    max_levels: int = UNBOUNDED  # the deepest tree that it has modules for
-    after_blocks: tuple[int, ...] = ()  # the taps that `commit` is given; none: last_hidden
-    draft_rows: int = 0  # rows that `start` writes into its cache, behind the kept ones
+    max_positions: int = UNBOUNDED  # the most tokens of prompt and answer together
+    max_levels: int = UNBOUNDED  # the depth of the deepest tree that the head can draft
+    after_blocks: tuple[int, ...] = ()  # the taps that `commit` takes; (): last_hidden
+    draft_rows: int = 0  # rows of the cache that `start` writes behind the kept ones
     forwards_per_tree: int | None = None  # 1 if one forward serves all levels; None: one per level
-    # [Vd] the target's ids of the columns of log q; None: they are the target's own
+    # [Vd] the target's id of each column of log q; None: the column is the id
     ids: Tensor | None = None
     reads_no_device: bool = True
-    # (owner, attribute) of every function that runs a model, for those who time or count forwards
+    # (owner, attribute) of each function that runs a model; whoever counts forwards wraps these
     forwards: tuple[tuple[Any, str], ...] = ()
 
     def reset(self, prompt: Tensor, kept: KeptRows, slots: int) -> None:
-        """Begins a prompt [T], of which no row is kept yet.
+        """Begins a prompt [T] before any of its rows is kept.
 
-        slots: the most nodes that `step` is given in one tree.
+        slots: the most nodes that one tree passes to `step`.
         """
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        """Reads new known tokens [n] with the target's feature of the token before each.
+        """Reads newly known tokens [n], each with the target's feature of the token before it.
 
-        features: [n, D], or with taps [n, L*D]. last [1]: the row of the last known token, where
-        rows that mean nothing follow it.
+        features: [n, D], or [n, L*D] with taps. last [1]: the row of the last known token, given if
+        meaningless rows follow it.
         """
 
     def start(self) -> Tensor:
-        """log q [1, Vd] of the root's children; begins a new tree."""
+        """Begins a new tree; returns log q [1, Vd] of the root's children."""
         raise NotImplementedError
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """log q [n, Vd] of the children of nodes with tokens [n].
+        """log q [n, Vd] of the children of n nodes with these tokens.
 
-        parents [n]: their parents, as rows of what the last call returned.
+        parents [n]: the row of each node's parent in what the last call returned.
         """
         raise NotImplementedError
 
@@ -83,7 +82,7 @@ class Drafter:
 class Grown(NamedTuple):
     """A tree that has grown one more level."""
 
-    # whether this level is the last one: a bool, or a boolean tensor [] that is not read yet
+    # whether this level is the last one: a bool, or a boolean tensor [] that nobody has read yet
     ends: Any
     finish: Callable[[], Tree]  # makes the tree that ends with this level
 
@@ -92,14 +91,14 @@ class Shape:
     """Chooses the nodes of a tree from a drafter's distributions."""
 
     is_chain: bool = False  # no node has siblings
-    is_dynamic: bool = False  # it can grow level by level
-    draws: bool = False  # children are drawn where the target samples
+    is_dynamic: bool = False  # `grow_levels` works
+    draws: bool = False  # children are drawn from q, not picked by rank, if the target samples
     stop_read: StopRead = "each"
-    # Set by whoever wants to see all candidates: every tree then has its `pool`.
+    # A watcher that wants to see all candidates sets this; every tree then has its `pool`.
     keeps_pool: bool = False
 
     def __init__(self, stop: Stop, levels: int, max_nodes: int, draft_slots: int) -> None:
-        """draft_slots: the most nodes that one tree gives to `Drafter.step`."""
+        """draft_slots: the most nodes that one tree passes to `Drafter.step`."""
         self.stop = stop
         self.levels = levels
         self.max_nodes = max_nodes
@@ -108,7 +107,7 @@ class Shape:
     def with_pool(
         self, tree: Tree, levels: Sequence[Level], kept: Tensor, drafter: Drafter, ended: bool
     ) -> Tree:
-        """The tree with its pool; kept [N]: see Pool; ended: by the stop rule."""
+        """The tree with its pool. kept [N]: see `Pool`; ended: whether the stop rule ended it."""
         columns = torch.arange(levels[0].log_q.shape[-1], device=kept.device)
         ids = drafter.target_ids(columns)
         stopped_by = self.stop.config.rule if ended else None
@@ -119,58 +118,59 @@ class Shape:
         raise NotImplementedError
 
     def grow_levels(self, drafter: Drafter, root: Tensor, max_levels: int) -> Iterator[Grown]:
-        """Yields after each level of a dynamic tree, before the next forward; reads no device."""
+        """Yields after each level of a dynamic tree; the host never waits for the device."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What happened in one cycle, for a watcher."""
+    """One cycle, as watchers (`on_cycle`) and `Proposer.learn` see it."""
 
     tree: Tree
     step: TargetStep
     verdict: Verdict
     sampler: Sampler
-    rule: str = "R0"  # of verification
+    rule: str = "R0"  # the rule of verification
     position: int = 0  # the root's index in prompt and answer
-    new_tokens: int = 0  # with the bonus token, up to the end token and max_new_tokens
+    new_tokens: int = 0  # tokens that the answer took, the bonus token included
     draft_ms: float = 0.0
     verify_ms: float = 0.0
 
 
 class Traits(NamedTuple):
-    """What plan_cycle (runners.py) has to know of a proposer."""
+    """What `plan_cycle` (runners.py) must know about a proposer."""
 
-    reads: DraftReads = "nothing"  # by `propose` and `commit`
-    draws: bool = False  # `propose` draws
-    has_few_sizes: bool = False  # chains whose `commit` reads nothing: each length may have a graph
+    reads: DraftReads = "nothing"  # what `propose` and `commit` read
+    draws: bool = False  # `propose` draws random numbers
+    # It proposes chains, and its `commit` reads nothing: each length may have a CUDA graph.
+    has_few_sizes: bool = False
 
 
 class Proposer:
-    """Gives each cycle its tree. This one drafts nothing: plain decoding (`vanilla`)."""
+    """Gives each cycle its tree. This base class drafts nothing: plain decoding (`vanilla`)."""
 
-    max_nodes: int = 1  # of a tree, root and passengers included
+    max_nodes: int = 1  # the most nodes of a tree, root and passengers included
     draft_slots: int = 0  # see Shape
     max_positions: int = UNBOUNDED  # see Drafter
     after_blocks: tuple[int, ...] = ()
-    levels: int | None = 0  # the deepest tree; None: no bound
+    levels: int | None = 0  # the depth of the deepest tree; None: no bound
     is_chain: bool = True  # no node ever has siblings
 
     def traits(self, decoding: Decoding) -> Traits:
         return Traits()
 
     def reset(self, prompt: Tensor, kept: KeptRows, sampler: Sampler) -> None:
-        """Begins a prompt [T], of which no row is kept yet."""
+        """Begins a prompt [T] before any of its rows is kept."""
 
     def propose(self, root: Tensor, max_levels: int) -> Tree:
         """The tree under root [1], at most max_levels deep."""
         return root_only(root)
 
     def commit(self, tokens: Tensor, features: Tensor, last: Tensor | None = None) -> None:
-        """See `Drafter.commit`; in the prefill the tokens are prompt[1:] and the answer's first."""
+        """See `Drafter.commit`. The prefill commits prompt[1:] and the answer's first token."""
 
     def learn(self, new: list[int], cycle: Cycle | None) -> None:
-        """Takes the new tokens, on the host; cycle is None for the prefill."""
+        """Takes the new tokens on the host; cycle is None after the prefill."""
 
 
 class TreeProposer(Proposer):
@@ -198,7 +198,8 @@ class TreeProposer(Proposer):
             return "anything"
         ends_early = type(stop) is not Stop
         if draws:
-            # The host finds a static tree's missing children, and runs the processors of the text.
+            # A static tree's missing children are found on the host, and the processors that read
+            # the text run there.
             may_lack_children = not (shape.is_dynamic or shape.is_chain)
             reads_more = ends_early or may_lack_children or bool(decoding.of_text)
             return "anything" if reads_more else "nothing"
@@ -217,11 +218,11 @@ class TreeProposer(Proposer):
         return self.with_forwards(tree)
 
     def propose_levels(self, root: Tensor, max_levels: int) -> Iterator[Grown]:
-        """Grows a tree level by level, and does not read the stop rule's answers."""
+        """Grows a tree level by level; the caller reads the stop rule's answers."""
         return self.shape.grow_levels(self.drafter, root, max_levels)
 
     def with_forwards(self, tree: Tree) -> Tree:
-        """The tree with the number of forwards that it cost."""
+        """The tree with the number of forwards that it took."""
         forwards = self.drafter.forwards_per_tree
         return tree if forwards is None else replace(tree, draft_forwards=forwards)
 

@@ -1,11 +1,11 @@
-"""How a cycle's four functions are run: as they are (eager), by torch.compile, or as CUDA graphs.
+"""Runs a cycle's four functions: as they are (eager), by torch.compile, or as CUDA graphs.
 
-A captured function replays its kernels on the same tensors, and no Python runs. So while it is
-captured it may not ask the device for a number (`tolist`, `bool`, a shape that depends on values),
-may not read a host number that changes from cycle to cycle (such as the text's length), and writes
-its results over those of the cycle before. Where a text begins and ends is therefore read from
-tensors (`KeptRows.free`, `KeptRows.mask`), and graphs are kept by width: by how many columns of the
-cache attention looks at, rounded up (`bucket`).
+A graph replays a function's kernels on the same tensors, and no Python runs. So a captured function
+must not ask the device for a number (`tolist`, `bool`, a shape that depends on values). It must not
+read a host number that changes from cycle to cycle, such as the text's length: it reads where the
+text ends from tensors (`KeptRows.free`, `KeptRows.mask`). Each replay overwrites the results of the
+last one. There is a set of graphs for each width, the number of cache columns that attention looks
+at, rounded up (`bucket`).
 """
 
 import weakref
@@ -31,39 +31,39 @@ from aerie.model.target import Target
 
 
 class CyclePlan(NamedTuple):
-    """Which of draft, extend, judge and commit are not run as they are, in one answer's cycles."""
+    """How one answer's cycles run draft, extend, judge and commit: eagerly, if in neither set."""
 
-    compiled: frozenset[str] = frozenset()  # by torch.compile
-    # as CUDA graphs, of the compiled function if there is one
+    compiled: frozenset[str] = frozenset()  # run by torch.compile
+    # replayed as CUDA graphs, of the compiled function if there is one
     captured: frozenset[str] = frozenset()
-    by_level: bool = False  # a captured draft has a graph a level, and the host reads the stop rule
-    draws: bool = False  # the draft draws
+    by_level: bool = False  # a draft has one graph per level, between which the host reads the rule
+    draws: bool = False  # the draft draws random numbers
 
     @property
     def has_whole_trees(self) -> bool:
-        """Trees stay deep at an answer's end: a whole captured one costs less than a short one."""
+        """Trees stay deep at an answer's end: a whole captured tree is cheaper than a short one."""
         return "draft" in self.captured
 
 
 def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> CyclePlan:
-    """How cycles are run in this mode (see `mode_of`), for a proposer with these traits.
+    """How cycles run in this mode (see `mode_of`), for a proposer with these traits.
 
     |                          | captured                     | compiled, on a CPU              |
     |--------------------------|------------------------------|---------------------------------|
     | reads nothing            | draft, extend, judge, commit | draft (if none is drawn),       |
     |                          |                              | extend, commit                  |
-    | reads the stop rule      | the same, a graph a level;   | extend                          |
-    |                          | dynamic trees alone          |                                 |
-    | reads anything, a chain, | extend, commit               | extend                          |
-    | as with a stop rule      |                              |                                 |
-    | reads anything, else     | nothing: too many sizes      | extend                          |
+    | reads the stop rule      | the same, one graph per      | extend                          |
+    | (dynamic trees)          | level                        |                                 |
+    | reads anything, a chain  | extend, commit               | extend                          |
+    | (such as with a rule)    |                              |                                 |
+    | reads anything, no chain | nothing: too many sizes      | extend                          |
 
     On a GPU, the mode compiled captures what torch.compile made of draft and extend.
     """
     reads = traits.reads
     compiled: set[str] = set()
     captured: set[str] = set()
-    # --- as CUDA graphs: one for each size of its arguments, so the sizes must be few
+    # --- CUDA graphs: each size of a function's arguments needs its own, so the sizes must be few
     if mode != "eager" and (mode == "captured" or on_gpu):
         if reads != "anything":
             captured = {"draft", "extend", "judge", "commit"}
@@ -71,12 +71,12 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
             captured = {"extend", "commit"}
         if decoding.of_text:  # processors of the text run on the host
             captured.discard("judge")
-    # --- by torch.compile, which needs functions without a generator and without reads
+    # --- torch.compile, for functions that use no torch.Generator and do not read the device
     if mode == "compiled":
         compiled.add("extend")
-        if reads == "nothing" and not traits.draws:  # torch.compile takes no generator
+        if reads == "nothing" and not traits.draws:
             compiled.add("draft")
-        # compiling runs a function, and a commit may run only once
+        # A compiled function must run once before its capture, and a commit may run only once.
         if reads == "nothing" and not captured:
             compiled.add("commit")
     by_level = bool(captured) and reads == "stop rule"
@@ -84,7 +84,7 @@ def plan_cycle(mode: str, on_gpu: bool, traits: Traits, decoding: Decoding) -> C
 
 
 def mode_of(target: Target) -> str:
-    """How the target's cycles are run: eager, captured or compiled."""
+    """How the target's cycles run: eager, captured or compiled."""
     if target.recipe.cycle != "auto":
         return target.recipe.cycle
     # LongRoPE reads positions on the host, and a graph runs on one device.
@@ -94,20 +94,20 @@ def mode_of(target: Target) -> str:
 
 
 def bucket(length: int) -> int:
-    """The columns that a captured cycle looks at: length plus at most 64 or a quarter."""
-    # finer steps would be more graphs, and coarser ones more columns for attention
+    """The columns that a captured cycle looks at: length, rounded up by at most 64 or a quarter."""
+    # Finer steps would need more graphs, and coarser steps more columns of attention.
     step = max(64, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
 
 class Runners:
-    """A decoder's ways to run its cycles: as an answer's plan says, and eagerly for short trees."""
+    """Chooses a runner for each cycle: the one of the answer's plan, or eager for short trees."""
 
     def __init__(self, eager: "EagerRunner") -> None:
         target = eager.lm.target
         self.eager = eager
-        self.mode = mode_of(target)  # eager from the first failed capture on
-        self.generator = torch.Generator(target.device)  # graphs draw from it
+        self.mode = mode_of(target)  # becomes eager when a capture fails
+        self.generator = torch.Generator(target.device)  # graphs draw from this one
         self.graph_bytes = 0  # memory of the graphs captured so far
         self._compiled: dict[str, Compiled] = {}  # by function, as each is compiled once
 
@@ -121,7 +121,7 @@ class Runners:
         self._kept = kept
         self._clock = clock
         self._sampler = sampler
-        # what a captured cycle falls back to
+        # runs whatever the plan does not capture
         self._base = self.eager
         if plan.compiled:
             for name in plan.compiled - self._compiled.keys():
@@ -130,15 +130,15 @@ class Runners:
             self._base = CompiledRunner(self.eager, functions)
 
     def runner_for(self, levels: int) -> "EagerRunner":
-        """What runs the next cycle, whose tree may be this deep."""
+        """The runner of the next cycle, whose tree may be this deep."""
         plan, kept = self._plan, self._kept
         if self.mode == "eager":
-            kept.captured.pop(self, None)  # frees graphs of before a failure
+            kept.captured.pop(self, None)  # frees the graphs from before the failure
             return self.eager
-        # A short tree at the answer's end would be compiled or captured for this one cycle.
+        # To compile or capture a short tree at the answer's end would serve this one cycle.
         if levels < (self.eager.proposer.levels or 0):
             return self.eager
-        # Graphs see a rounded-up number of columns; the mask hides those without a row.
+        # Graphs see a rounded-up number of columns; the mask hides columns without a kept row.
         if plan.captured:
             kept.visible = kept.positions[: bucket(kept.length)]
         if plan.compiled:  # one compiled form serves all widths
@@ -149,7 +149,7 @@ class Runners:
         by_width = kept.captured.setdefault(self, {})
         key = (len(kept.visible), plan.by_level)
         if key not in by_width:
-            # graphs of all widths share memory, as they never run at once
+            # Graphs of all widths share memory, because they never run at once.
             pool = next((graphs.pool for graphs in by_width.values()), None)
             by_width[key] = Graphs(self, pool)
         return CapturedRunner(self._base, plan, by_width[key], self._clock, self._sampler)
@@ -178,7 +178,7 @@ class EagerRunner:
     ) -> None:
         """Keeps the rows of the accepted path, nodes [n], and tells the proposer its n new tokens.
 
-        last [1]: the row of the last accepted node, where refused ones follow.
+        last [1]: the row of the last accepted node, given if refused nodes follow.
         """
         if self.form == "tree":  # a chain's rows are in place already
             self.lm.cache.gather(nodes)
@@ -200,21 +200,22 @@ class CompiledRunner(EagerRunner):
 
 
 class Compiled:
-    """A function of a cycle, compiled at its first call; if that fails, it runs as it is, with a
-    warning.
+    """A function of a cycle, compiled at its first call.
+
+    If torch.compile fails, a warning says why, and the function runs as it is.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        # apart from other decoders' versions of the same code, of which torch keeps at most eight
-        # a function that breaks in two would be slower than as it is
+        # fullgraph: a function that breaks in two would be slower than as it is.
+        # isolate_recompiles: torch keeps at most eight versions of a code, over all decoders.
         options: Any = {"fullgraph": True, "isolate_recompiles": True}
         self._function = function
         self._run = torch.compile(function, **options)
 
     def __call__(self, *arguments: Any) -> Any:
-        # the numbers of nodes and of accepted tokens change from cycle to cycle
+        # Compiled once for all lengths: the numbers of nodes and of accepted tokens change.
         for argument in arguments:
-            if isinstance(argument, Tensor) and len(argument) > 1:  # compiled once for all lengths
+            if isinstance(argument, Tensor) and len(argument) > 1:
                 torch._dynamo.maybe_mark_dynamic(argument, 0)
         try:
             return self._run(*arguments)
@@ -223,17 +224,19 @@ class Compiled:
             torch._dynamo.exc.FailOnRecompileLimitHit,
         ) as error:
             name = self._function.__name__
-            # A user's own model may do what torch.compile cannot follow: slower, not wrong.
-            warn(f"target.cycle compiled: {name} runs as it is: {first_line(error)}")
+            # A user's own model may do what torch.compile cannot follow. That is slower, not wrong.
+            warn(
+                f"target.cycle compiled: {name} cannot be compiled: {first_line(error)}; "
+                "it runs eagerly"
+            )
             self._run = self._function
             return self._run(*arguments)
 
 
 class CapturedRunner(EagerRunner):
-    """Replays the functions that the plan captures as CUDA graphs, and runs the others as `base`
-    does.
+    """Replays the functions that the plan captures as CUDA graphs; `base` runs the others.
 
-    If a capture fails or gives other logits, a warning says why, and all goes on eagerly.
+    If a capture fails or gives other logits, a warning says why, and later cycles run eagerly.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class CapturedRunner(EagerRunner):
         self.plan = plan
         self.graphs = graphs
         self.clock = clock
-        # A graph that draws or judges is captured for these.
+        # Graphs that draw or judge are captured for these settings.
         decoding = sampler.decoding
         self.laws = (decoding.temperature, decoding.top_k, decoding.top_p, decoding.min_p)
 
@@ -275,14 +278,13 @@ class CapturedRunner(EagerRunner):
         return proposer.with_forwards(last_of(graphs.replay_levels(root, waits)))
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """Checks the logits the first two times: where it was captured, and elsewhere in the
-        text."""
+        """Compares its first two replays with plain forwards: the capture's, and one later on."""
         step: TargetStep = self._replay("extend", None, self.base.extend, tokens, depth, mask)
         num_checked = self.graphs.checked.get(len(tokens), 0)
         if self.has_failed or num_checked == 2:
             return step
-        # A forward that asks the host for the text's length replays the length of its capture: its
-        # logits are right where it was captured and wrong in the next cycle.
+        # A forward that asks the host for the text's length would replay the length of its capture:
+        # the logits would be right in that cycle, and wrong in the next one.
         self.graphs.checked[len(tokens)] = num_checked + 1
         plain: TargetStep = self.clock.exclude(super().extend, tokens, depth, mask)
         difference = self.clock.exclude(self.lm.target.difference, step.logits, plain.logits)
@@ -294,15 +296,13 @@ class CapturedRunner(EagerRunner):
     def judge(self, tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
         if "judge" not in self.plan.captured or self.has_failed:
             return self.base.judge(tree, logits, sampler)
-        # It reads the very tensors that other graphs wrote, so it has no inputs of its own.
+        # The graph reads the very tensors that other graphs write, so it has no inputs of its own.
         key = (self.laws, tree.tokens, logits)
         function = partial(self.base.judge, tree, logits, sampler)
         return cast(Tensor, self._replay("judge", key, function))
 
     def accept(self, verdict: Verdict, features: Tensor) -> None:
-        """Commits all nodes of the verdict, so that the size is always the same; `last` says where
-        the path ends.
-        """
+        """Commits all of the verdict's nodes, so that the size is fixed; `last` ends the path."""
         count = len(verdict.path)
         last = self.lm.cache.kept.positions[count - 1 : count]
         arguments = (verdict.nodes, verdict.new, features, last)
@@ -311,11 +311,11 @@ class CapturedRunner(EagerRunner):
     def _replay(self, name: str, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         if self.has_failed:
             return function(*arguments)
-        # Tensors are told apart by their length: all else about them is the same in every cycle.
+        # The key has the tensors' lengths: all else about them is the same in every cycle.
         sizes = [len(part) if isinstance(part, Tensor) else part for part in arguments]
         graph_key = (name, key, *sizes)
         if graph_key not in self.graphs.by_key:
-            runs_twice = name != "commit"  # rows may be moved only once
+            runs_twice = name != "commit"  # a commit moves rows, so it may run only once
             try:
                 self.clock.exclude(self.graphs.add, graph_key, function, arguments, runs_twice)
             except RuntimeError as error:  # such as too little memory
@@ -324,7 +324,7 @@ class CapturedRunner(EagerRunner):
         return self.graphs.by_key[graph_key].replay(arguments)
 
     def _fail(self, name: str, why: str) -> None:
-        warn(f"target.cycle captured: {name} cannot be captured: {why}")
+        warn(f"target.cycle captured: {name} cannot be captured: {why}; cycles run eagerly")
         self.graphs.runners.mode = "eager"
 
     @property
@@ -335,9 +335,7 @@ class CapturedRunner(EagerRunner):
 def record_graph(
     function: Callable[[], Any], device: torch.device, pool: Any, generator: torch.Generator
 ) -> tuple[Callable[[], None], Any]:
-    """A function's CUDA graph: its replay (with new draws), and the output that each replay
-    overwrites.
-    """
+    """A function's CUDA graph: its replay, which draws anew, and the output that it overwrites."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     graph.register_generator_state(generator)
     with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
@@ -349,13 +347,13 @@ class Graph(NamedTuple):
     """One captured function."""
 
     play: Callable[[], None]
-    inputs: list[Any]  # the tensors that it reads its arguments from
+    inputs: list[Any]  # the graph's own tensors, from which it reads its arguments
     output: Any
 
     def replay(self, arguments: tuple[Any, ...] = ()) -> Any:
         for argument, read_from in zip(arguments, self.inputs, strict=True):
             if isinstance(argument, Tensor):
-                # the graph looks where its arguments stood when it was captured
+                # The graph reads its arguments where they stood at its capture.
                 read_from.copy_(argument)
         self.play()
         return self.output
@@ -365,51 +363,50 @@ class Graphs:
     """The CUDA graphs of a decoder's cycle for one width."""
 
     def __init__(self, runners: Runners, pool: Any = None) -> None:
-        """pool: the memory of other graphs, of which one must still live: a pool is freed with its
-        last graph.
-        """
-        self.runners: Runners = weakref.proxy(runners)  # whose caches hold this
+        """pool: the memory of other graphs, at least one of which still lives; None: new memory."""
+        self.runners: Runners = weakref.proxy(runners)  # weak: its `KeptRows.captured` holds this
         self.device = runners.generator.device
         self.pool = pool
         if pool is None and self.device.type == "cuda":
             self.pool = torch.cuda.graph_pool_handle()
         self.by_key: dict[Any, Graph] = {}  # by function, settings and the sizes of its arguments
-        # of each level: its growth, the tree that it ends
+        # by level: the graph that grows it, and the graph of the tree that ends with it
         self.levels: list[tuple[Graph, Graph]] = []
-        self.checked: dict[int, int] = {}  # by number of nodes: how often a forward was compared
+        self.checked: dict[int, int] = {}  # by number of nodes: how many replays were compared
 
     def add(
         self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...], runs_twice: bool
     ) -> None:
-        """Captures a call; runs_twice: it is made once before, to set libraries and tables up."""
+        """Captures a call. runs_twice: makes it once before, to set libraries and tables up."""
         if runs_twice:
             state = self.runners.generator.get_state()
             function(*arguments)
-            self.runners.generator.set_state(state)  # takes its draws back
+            self.runners.generator.set_state(state)  # takes the draws of that call back
         # The graph reads its arguments from tensors of its own, which each replay fills.
         inputs = [part.clone() if isinstance(part, Tensor) else part for part in arguments]
         play, output = self._capture(partial(function, *inputs))
         self.by_key[key] = Graph(play, inputs, output)
 
     def capture_levels(self, proposer: TreeProposer, root: Tensor, max_levels: int) -> None:
+        """Captures each level's growth, and the tree that ends with it."""
         for grown in proposer.propose_levels(root, max_levels):
-            grown.finish()  # runs once as it is, to set libraries and tables up
-        # The generator is advanced one level a graph; it reads the root from a tensor of its own.
+            grown.finish()  # runs once eagerly, to set libraries and tables up
+        # Each graph captures one step of this iterator, which reads the root from its own tensor.
         own_root = root.clone()
         growing = proposer.propose_levels(own_root, max_levels)
         levels = []
         for _ in range(max_levels):
             play, grown = self._capture(partial(next, growing))
             play_tree, tree = self._capture(grown.finish)
-            # its own root is the only input: later levels read what earlier graphs wrote
+            # The root is the only input: later levels read what earlier graphs wrote.
             levels.append((Graph(play, [own_root], grown.ends), Graph(play_tree, [], tree)))
         self.levels = levels
 
     def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """`record_graph`, counting its memory."""
+        """Calls `record_graph`, and counts the memory that it takes."""
         if self.device.type != "cuda":
             return record_graph(function, self.device, self.pool, self.runners.generator)
-        # so that what the capture reserves is not hidden by freed blocks
+        # Freed blocks would hide what the capture reserves.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         try:
@@ -418,7 +415,7 @@ class Graphs:
             self.runners.graph_bytes += torch.cuda.memory_reserved(self.device) - before
 
     def replay_levels(self, root: Tensor, waits: bool) -> Iterator[Grown]:
-        """waits: reads each answer of the stop rule before the next level is launched."""
+        """Yields each level. waits: reads the stop rule's answer before it launches the next."""
         self.levels[0][0].inputs[0].copy_(root)
         for level, tree in self.levels:
             level.play()
@@ -426,4 +423,5 @@ class Graphs:
 
 
 def why_not(error: RuntimeError) -> str:
-    return first_line(error.__context__ or error)  # what broke the capture: ending it fails, too
+    # A broken capture also fails to end. That error's context is what broke the capture.
+    return first_line(error.__context__ or error)

@@ -21,8 +21,8 @@ from aerie.model.storage import first_line
 # Lists of generation settings: applied, of_text, without_effect, neutral.
 SETTINGS, _ = read_yaml(Path(__file__).with_name("settings.yaml"))
 HONOURED = (*SETTINGS["applied"], *SETTINGS["of_text"])
-# Where neither the caller nor the model's generation_config says anything. All tokens can be drawn,
-# as in the papers, vLLM and SGLang; transformers' `generate` would keep the 50 likeliest.
+# The values of settings that neither the caller nor the model's generation_config sets. Every token
+# can be drawn, as in the papers, vLLM and SGLang; transformers' `generate` keeps the 50 likeliest.
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_new_tokens": 512}
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 COLDEST = 1e-6  # logits / temperature stay finite in float32
@@ -30,12 +30,12 @@ COLDEST = 1e-6  # logits / temperature stay finite in float32
 PAD = 2**31 - 1
 NUM_TRIALS = 64  # draws, of which `distinct_draws` takes the first k different ones
 ENTROPY_WEIGHT = 0.1  # SVIP's c, as measured on the embedded default's EAGLE-1 head
-ROWS_PER_NAT = 64  # of entropy, in the table of drawn children's chances
+ROWS_PER_NAT = 64  # rows of the table `_log_chances` for each nat of q's entropy
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One answer's settings. Greedy decoding has those of GREEDY."""
+    """The settings of one answer; greedy decoding has the values of GREEDY."""
 
     do_sample: bool
     temperature: float
@@ -49,9 +49,9 @@ class Decoding:
 
 
 def resolve(config: GenerationConfig, **overrides: Any) -> Decoding:
-    """Overrides, else the model's own settings, else the defaults.
+    """One answer's settings: the overrides, else the generation_config's values, else DEFAULTS.
 
-    UserError for a setting that a draft tree cannot honour.
+    UserError for a setting that a draft tree cannot honour, or a value out of range.
     """
     known = {*HONOURED, *SETTINGS["without_effect"]}
     for name, value in vars(config).items():
@@ -63,14 +63,14 @@ def resolve(config: GenerationConfig, **overrides: Any) -> Decoding:
     for name in DEFAULTS:
         if not isinstance(settings[name], int | float):
             raise UserError(f"{name} must be a number, not {settings[name]!r}")
-    # who asks for a temperature wants to sample
+    # A caller who names a temperature wants to sample.
     do_sample = overrides.get("do_sample", config.do_sample or "temperature" in overrides)
     do_sample = bool(do_sample) and settings["temperature"] > 0.0
     _check_ranges(settings, do_sample)
-    # neutral values, so that graphs of greedy answers are shared whatever was set
+    # neutral values, so that all greedy answers share their graphs
     if not do_sample:
         settings |= GREEDY
-    # penalties and bans: p then differs along a path, and from text to text
+    # Penalties and bans make p differ along a path, and from text to text.
     of_text = {name: settings[name] for name in SETTINGS["of_text"] if name in settings}
     stop_strings = settings.get("stop_strings", ())
     return Decoding(
@@ -120,10 +120,10 @@ def token_ids(value: Any) -> frozenset[int]:
 
 
 class MinLengths(logits_process.MinLengthLogitsProcessor):
-    """transformers' processor, for texts of different lengths."""
+    """transformers' processor, made to work on texts of different lengths."""
 
     def __call__(self, texts: Tensor, scores: Tensor) -> Tensor:
-        # PAD in front of a shorter text is no token
+        # the PADs in front of a shorter text do not count
         is_short = (texts != PAD).sum(-1, keepdim=True) < self.min_length
         return torch.where(is_short, super().__call__(texts[:, :0], scores), scores)
 
@@ -183,9 +183,9 @@ class Sampler:
             self.text = torch.cat([self.text, tokens])
 
     def with_text(self, logits: Tensor, tree: Tree | None = None) -> Tensor:
-        """`after` for a tree's nodes: logits [N, V], of the text and each node's path.
+        """Logits [N, V] after the processors that read the text and each node's path.
 
-        Without a tree logits [1, V], of the text alone.
+        Without a tree, logits [1, V] after the text alone.
         """
         if not self.decoding.of_text or self.text is None:
             return logits
@@ -198,15 +198,15 @@ class Sampler:
         """The text and each node's path [N, T + levels], with PAD before shorter ones."""
         count = len(tree)
         levels = tree.levels
-        if tree.passengers is not None:  # they may stand deeper
+        if tree.passengers is not None:  # passengers may stand deeper than `levels`
             levels = count - 1
-        # a path's node of depth d goes to column d; column 0, the root's, is cut off, as the text
-        # ends with it, and the last column gathers the nodes that are not on the path
+        # A path's node of depth d goes to column d, and nodes beside the path go to the last
+        # column. That column is cut off below, and so is column 0: the text ends with the root.
         columns = torch.where(tree.mask, tree.depth, levels + 1)  # [N, N]
         paths = tree.tokens.new_full((count, levels + 2), PAD)
         paths.scatter_(1, columns, tree.tokens.expand(count, -1))
         texts = torch.cat([text.expand(count, -1), paths[:, 1:-1]], dim=1)  # [N, T + levels]
-        # behind a path of depth d stand levels - d PADs: turn the row until they are in front
+        # levels - d PADs follow a path of depth d: rotate the row until they stand in front.
         length = texts.shape[1]
         columns = torch.arange(length, device=texts.device) - (levels - tree.depth)[:, None]
         return texts.gather(1, columns % length)
@@ -214,7 +214,7 @@ class Sampler:
     def after(self, texts: Tensor, logits: Tensor) -> Tensor:
         """Logits [N, V] in float32 after the processors that read texts [N, T].
 
-        As in `generate` these come first, then those of the draw (temperature, top-k, ...).
+        As in transformers' `generate`, they run before those of the draw (temperature, top-k, ...).
         """
         try:
             if not self._text_processors:
@@ -245,7 +245,7 @@ class Sampler:
                 ids, prompt_length, device
             ),
         }
-        if not ends:  # without an end token there is nothing that a minimal length could forbid
+        if not ends:  # a minimal length only forbids end tokens
             del make["min_length"], make["min_new_tokens"]
         of_text = self.decoding.of_text
         return [make[name](of_text[name]) for name in make if name in of_text]
@@ -267,7 +267,7 @@ def entropy(law: Tensor) -> Tensor:
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
     """p / Exponential(1) [N, V] of each law [N, V].
 
-    In descending order its entries are draws without replacement; the largest is one draw.
+    Its columns in descending order are draws without replacement; the largest is one draw.
     """
     return law / torch.empty_like(law).exponential_(generator=generator)
 
@@ -276,21 +276,21 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     """One token [N] from each row of law [N, V], which need not be normalised."""
     if law.device.type != "cpu":
         return race(law, generator).argmax(-1)
-    # One random number a row, where a race takes one a token. The token is the first whose running
-    # sum exceeds the number; searchsorted finds it, as running sums ascend. In float64, as tokens
-    # may be rarer than 2**-24.
+    # A row needs one random number, where a race needs one for each token. The drawn token is the
+    # first whose running sum exceeds the number; searchsorted finds it, because running sums
+    # ascend. They are float64, because a token may be rarer than 2**-24.
     sums = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * sums[:, -1:]
     tokens = torch.searchsorted(sums, uniform, right=True)[:, 0]
-    return tokens.clamp_(max=law.shape[1] - 1)  # a broken law (NaN) gives no id beyond it
+    return tokens.clamp_(max=law.shape[1] - 1)  # no id beyond it, even if the law is NaN
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """At most k draws without replacement from each law [r, V], in order.
 
-    Returns their columns [r, k], and which are missing [r, k]. They are the first k different ones
-    of NUM_TRIALS draws with replacement: as many random numbers, where `race` takes V. That a draw
-    is missing does not depend on which token it would have been.
+    Returns the columns [r, k], and whether each is missing [r, k]. The draws are the first k
+    different ones of NUM_TRIALS draws with replacement, because `race` would need V random numbers.
+    Whether a draw is missing does not depend on which token it would have been.
     """
     count = max(NUM_TRIALS, k)
     sums = law.cumsum(-1)
@@ -300,7 +300,7 @@ def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Ten
     ascending, order = trials.sort(stable=True)
     is_new = F.pad(ascending[:, 1:] != ascending[:, :-1], (1, 0), value=True)
     first = torch.where(is_new, order, count)  # the trial of each new token
-    first = first.topk(k, largest=False).values  # [r, k] the earliest of them
+    first = first.topk(k, largest=False).values  # [r, k] the trials of the k earliest
     return trials.gather(1, first.clamp(max=count - 1)), first == count
 
 
@@ -310,8 +310,8 @@ def draw_children(
     """k draws without replacement from each law q [r, Vd], in order.
 
     Returns log chances [r, k], columns [r, k] and q. The j-th chance estimates how often the j-th
-    draw is the accepted one. It falls with j and depends on q alone, not on the tokens drawn. -inf:
-    there is no j-th draw.
+    draw is the accepted one; it is -inf if there is no j-th draw. It falls with j, and depends on q
+    alone, not on the drawn tokens.
     """
     q = log_q.exp()
     columns, missing = distinct_draws(q, k, generator)

@@ -1,4 +1,4 @@
-"""Trees of a known form (a chain, EAGLE-1's 25 nodes); from any tree's settings to its shape."""
+"""Trees of a known form (a chain, EAGLE-1's 25 nodes), and `make_shape` for any tree's settings."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -24,24 +24,27 @@ from aerie.infer.decode.sampling import Sampler, argmax, draw, race
 from aerie.infer.decode.stop import STOPS, Stop
 from aerie.infer.decode.tree import DraftLaws, Level, Tree, ancestors, repeated_range, zeros
 
-SMALLEST = 1e-30  # a q below it has no exact ratio p / q in float32; q may be any distribution
+# Float32 has no exact ratio p / q for a q below this, so the drafter never draws such a token. The
+# answer stays lossless: q may be any distribution.
+SMALLEST = 1e-30
 
 
 class FormLevel(NamedTuple):
     """One level of a form: n nodes below r nodes of the level above.
 
-    A level's tokens are found in a table [r, width]: the children of each row, by rank. The form
-    has some of its cells. With two rows of width 3, of which the form has ranks 0 1 2 and 0 2:
+    `grow` finds a level's tokens in a table [r, width] of each row's children, by rank. The form
+    has some of the table's cells. Example: two rows of width 3, with ranks 0 1 2 and 0 2 in the
+    form:
 
         table    0 1 2        rows   0 0 0 1 1
                  3 4 5        cells  0 1 2 3 5
     """
 
     expanded: Tensor  # [r] the nodes of the level above that have children, as places in that level
-    rows: Tensor  # [n] which of the r each node stands below
+    rows: Tensor  # [n] which of the r nodes each node stands below
     cells: Tensor  # [n] where each node stands in the table: row * width + rank
     inner: Tensor  # [m] which of the n nodes have children
-    inner_rows: Tensor  # [m] the rows that these stand in
+    inner_rows: Tensor  # [m] the rows of those m nodes
     width: int  # how many children are found per row
 
 
@@ -52,14 +55,14 @@ class TreeForm(NamedTuple):
     parents: Tensor  # [N]
     depth: Tensor  # [N]
     mask: Tensor  # [N, N] ancestors or self
-    # [N] which of all nodes with children each node is; 0 for a leaf, whose law is not read
+    # [N] each node's number among the nodes with children; 0 for a leaf, whose law nobody reads
     law_rows: Tensor
-    host_parents: tuple[int, ...]  # the same as parents, for those who must not wait for a device
+    host_parents: tuple[int, ...]  # `parents` on the host, for code that must not wait for a device
 
 
 @cache
 def form_of(choices: tuple[Choice, ...], vocab_size: int, device: torch.device) -> TreeForm:
-    """The form of a tree's paths of ranks, without ranks that the vocabulary lacks."""
+    """The form of a tree with these paths of ranks, without ranks beyond the vocabulary."""
     # A node is the path of ranks that leads to it; the root's is empty.
     nodes: list[Choice] = [(), *(choice for choice in choices if max(choice) < vocab_size)]
     with_children = {node[:-1] for node in nodes[1:]}
@@ -86,7 +89,7 @@ def _form_level(
 ) -> FormLevel:
     """The level of the nodes `here`, below those of the level above that have children."""
     parents = [node for node in above if node in with_children]
-    # All rows get as many children as the highest rank of the level asks for.
+    # All rows get as many children as the level's highest rank needs.
     width = 1 + max(node[-1] for node in here)
     cells = tensor([parents.index(node[:-1]) * width + node[-1] for node in here])
     inner = tensor([place for place, node in enumerate(here) if node in with_children])
@@ -96,10 +99,10 @@ def _form_level(
 
 
 class StaticTree(Shape):
-    """A tree of known form: a node has its parent's r-th best token, or its r-th draw.
+    """A tree of known form: each node has its parent's r-th best token, or its parent's r-th draw.
 
-    Draws are verified by R1 in a chain, and else by R3 (EAGLE-1). The stop rule is asked when a
-    level's tokens are already in the tree, so that no drawn token is ever dropped.
+    R1 verifies the draws of a chain, and R3 those of a tree (EAGLE-1). The stop rule is asked after
+    a level's tokens have joined the tree, so it never drops a drawn token.
     """
 
     def __init__(
@@ -128,10 +131,10 @@ class StaticTree(Shape):
         levels: list[Level] = []
         ended = False
         for depth, here in enumerate(form.levels[:deepest], start=1):
-            # --- the children of every row, and of these the nodes of the form
+            # --- the table of every row's children, and from it the nodes of the form
             if draws:
                 law = sampler.law(log_q)
-                # Verification divides by q.
+                # Verification divides by q, so no token with a tiny q may be drawn.
                 law = F.threshold(law, SMALLEST, 0.0)
                 columns = drawn_columns(law, here.width, sampler)  # [r, width]
                 confidence = picked(law.gather(-1, columns).flatten(), here.cells).log()  # [n]
@@ -140,10 +143,10 @@ class StaticTree(Shape):
                 columns = best_columns(log_q, here.width)
                 confidence = picked(log_q.gather(-1, columns).flatten(), here.cells)
             confidence = self.calibrate(confidence)
-            survival = picked(above, here.rows) + confidence
-            tokens = drafter.target_ids(picked(columns.flatten(), here.cells))
-            # --- the nodes that have children, the best first for those who look at the level
-            above = picked(survival, here.inner)
+            survival = picked(above, here.rows) + confidence  # [n]
+            tokens = drafter.target_ids(picked(columns.flatten(), here.cells))  # [n]
+            # --- the nodes that have children; a rule or a watcher gets them sorted, best first
+            above = picked(survival, here.inner)  # [m], the next level's [r]
             frontier, best_first = here.inner, above
             if len(frontier) > 1 and (self.keeps_pool or type(self.stop) is not Stop):
                 best_first, order = above.sort(descending=True, stable=True)
@@ -161,12 +164,12 @@ class StaticTree(Shape):
                 law,
             )
             levels.append(level)
-            # The last level is not asked: nothing would be saved.
+            # A stop at the last level would save nothing, so the rule is not asked there.
             ended = depth < deepest and bool(self.stop.ends(level))
             if depth == deepest or ended:
                 break
             log_q = drafter.step(picked(tokens, here.inner), here.inner_rows)
-        # --- the tree, with what its children were drawn from
+        # --- the tree, with the distributions that its children were drawn from
         tree = self._tree(form, levels, root)
         kept = repeated_range(len(tree), 1, root.device)
         if draws:
@@ -181,7 +184,7 @@ class StaticTree(Shape):
         tokens = torch.cat([root, *(level.tokens for level in levels)])  # [N]
         confidences = [certain, *(level.confidence for level in levels)]
         survivals = [certain, *(level.survival for level in levels)]
-        # one cat for both: these kernels are short, and each launch costs as much
+        # one cat for both: the launch of such a short kernel costs more than its work
         confidence, survival = torch.cat([*confidences, *survivals]).view(2, -1)
         count = len(tokens)
         mask = form.mask[:count, :count]
@@ -192,9 +195,9 @@ class StaticTree(Shape):
     def _with_laws(
         self, tree: Tree, form: TreeForm, levels: Sequence[Level], drafter: Drafter
     ) -> tuple[Tree, Tensor]:
-        """The tree with what its children were drawn from, and its nodes' numbers among the form's.
+        """The tree with its draft laws, and the numbers [N] of its nodes in the form.
 
-        Where the processors leave fewer tokens than a node has children, the missing ones are
+        If the processors leave a node fewer tokens than it has children, the missing children are
         dropped.
         """
         laws = torch.cat([cast(Tensor, level.drawn_from) for level in levels])  # [E, Vd]
@@ -209,15 +212,16 @@ class StaticTree(Shape):
             tree = _only(tree, kept)
             host_parents = None
         if len(levels) < len(form.levels):
-            law_rows = law_rows.clamp(max=len(laws) - 1)  # of leaves, which are not read
+            # Nodes of the last level are leaves now. Their rows are missing, and nobody reads them.
+            law_rows = law_rows.clamp(max=len(laws) - 1)
         rule: Literal["R1", "R3"] = "R1" if self.is_chain else "R3"
         draft_laws = DraftLaws(rule, laws.index_select(0, law_rows), drafter.ids, host_parents)
         return replace(tree, draft_laws=draft_laws), kept
 
 
 def _only(tree: Tree, kept: Tensor) -> Tree:
-    """The tree of these nodes [n], ascending, which are connected."""
-    # From an old node to its new place.
+    """The tree with only the nodes kept [n], which ascend and are connected."""
+    # from a node's old number to its new one
     node = torch.zeros_like(tree.parents)
     node.scatter_(0, kept, torch.arange(len(kept), device=kept.device))
     return replace(
@@ -246,13 +250,14 @@ def best_columns(log_q: Tensor, width: int) -> Tensor:
 
 
 def picked(values: Tensor, places: Tensor) -> Tensor:
-    """values [n, ..] at ascending places [m]; if m is n, each place occurs once: the values
-    themselves.
+    """values [n, ..] at ascending places [m].
+
+    If m is n, every place occurs once, so these are the values themselves.
     """
     return values if len(places) == len(values) else values.index_select(0, places)
 
 
-# By name, because nothing but the command imports the papers' room.
+# By name, because decoding must not import infer/papers.
 ABLATED_TREE = "aerie.infer.papers.ablations.AblatedTree"
 
 

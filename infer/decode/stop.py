@@ -1,11 +1,11 @@
-"""When to end a draft: after each level a stop rule is asked whether that level is the last one.
+"""Stop rules: after each level of a draft, a rule says whether that level is the last one.
 
-To add a rule: its settings in configs/schema/decode.py (a class, and a member of StopConfig), and
-here its class and a row of STOPS. `aerie keys --markdown` then writes docs/recipes.md anew, and
-docs/methods.md names the rule.
+A new rule needs its settings in configs/schema/decode.py (a class, and a member of StopConfig), its
+class and a row of STOPS here, and its name in docs/methods.md. `aerie keys --markdown` then updates
+docs/recipes.md.
 
-A rule may look only at the draft and at past cycles, and it drops no drawn token. Anything else
-would bias the answers.
+A rule may look only at the draft and at past cycles, and it must not drop a drawn token. Anything
+else would bias the answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,22 +18,22 @@ from aerie.configs.schema import decode as schema
 from aerie.infer.decode.sampling import entropy
 from aerie.infer.decode.tree import Level
 
-# How a rule gets the numbers [n] that it computes with: `Tensor.tolist` waits for the device and
-# gives floats; `on_device` gives tensors [], and the rule's answer is then a tensor as well.
+# How a rule reads the numbers [n] that it computes with. `Tensor.tolist` waits for the device and
+# gives floats. `on_device` gives tensors [], and the rule's answer is then a tensor, too.
 Read = Callable[[Tensor], Sequence[Any]]
 
 
 def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
-    # float64, as Python's floats have it: both ways of reading end a tree at the same level
+    # float64, like Python's floats, so that both ways of reading end a tree at the same level
     return numbers.double().unbind()
 
 
 class Stop:
-    """The constant rule: every tree ends at its last level. The base class of the others."""
+    """The constant rule: every tree ends at its last level. It is the base class of the others."""
 
-    # All that `ends` needs on the host is what it reads of this tree with `self.read`.
+    # `ends` needs no state on the host but what `self.read` gives it of this tree.
     reads_only = True
-    # Stopping leaves the tree as it would be without the rule, so the rule may see drawn tokens.
+    # A stop never changes the finished tree, so the rule may see drawn tokens.
     keeps_tree = False
 
     def __init__(self, config: Any = None, levels: int = 2**31, nodes: int = 2**31) -> None:
@@ -59,13 +59,13 @@ class Stop:
         return False
 
     def learn(self, accepted: int, levels: int) -> None:
-        """How many tokens of a tree of these levels were accepted."""
+        """Takes how many tokens of a tree with this many levels were accepted."""
 
 
 class Heuristic(Stop):
-    """transformers' schedule: gamma levels, then `more` if all were accepted, else `fewer` less."""
+    """transformers' schedule: `more` levels after a fully accepted draft, else `fewer` less."""
 
-    reads_only = False  # gamma is a number of the host
+    reads_only = False  # gamma, the number of levels, is kept on the host
 
     def reset(self) -> None:
         self.gamma = min(self.config.start, self.levels)
@@ -82,7 +82,7 @@ class Confidence(Stop):
     """Ends where q of the level's best token is below transformers' confidence threshold."""
 
     def ends(self, level: Level) -> Any:
-        # the frontier stands best first
+        # the frontier is sorted, best first
         best = level.frontier[:1]
         [q] = self.read(level.confidence[best].exp())
         return q < self.config.threshold
@@ -91,8 +91,8 @@ class Confidence(Stop):
 class Entropy(Stop):
     """Ends where sqrt(c H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1).
 
-    The paper does not say whose entropy counts on a tree. Here it is that of the distribution that
-    the level's best node came from.
+    The paper does not say whose entropy counts on a tree. Here the distribution counts that the
+    level's best node came from.
     """
 
     def ends(self, level: Level) -> Any:
@@ -103,7 +103,10 @@ class Entropy(Stop):
 
 
 class ProbabilitySum(Stop):
-    """Ends at one of the depths `checks` if S is low (Dynamic Depth Decoding, arXiv 2409.00142)."""
+    """Ends at a depth in `checks` if S_d is low (Dynamic Depth Decoding, arXiv 2409.00142).
+
+    S_d is the frontier's summed survival.
+    """
 
     def ends(self, level: Level) -> Any:
         if level.depth not in self.config.checks:
@@ -115,11 +118,11 @@ class ProbabilitySum(Stop):
 class Vote(Stop):
     """Ends where enough of three signals vote for it (DEAGLE, equations 22 to 26, section 3.4).
 
-    With S_d the summed survival of the frontier at depth d, and S_0 = 1:
+    S_d is the summed survival of the frontier at depth d, and S_0 = 1. A signal votes if
       probability   S_d is low
-      momentum      S_d / S_{d-1} is low, for the second time
+      momentum      S_d / S_{d-1} was low `declines` times
       expectation   d >= E_d, with E_d = bonus + S_1 + ... + S_d. Without a bonus E_d never exceeds
-                    d, so that this signal would always vote.
+                    d, so this signal always votes.
     """
 
     def begin(self, read: Read = Tensor.tolist) -> None:
@@ -132,7 +135,7 @@ class Vote(Stop):
         config = self.config
         # rounding must not lift S_d above 1, nor E_d without a bonus above d
         [mass] = self.read(summed_survival(level).clamp_(max=1.0))
-        # no `+=`: it would change a tensor that an earlier level's graph wrote
+        # no `+=`, which would change a tensor that an earlier level's graph wrote
         self._total = self._total + mass
         self._declines = self._declines + (mass < config.momentum_threshold * self._mass_above)
         self._mass_above = mass
@@ -145,19 +148,19 @@ class Vote(Stop):
 
 
 def summed_survival(level: Level) -> Tensor:
-    """S_d [1] of DEAGLE and DDD."""
+    """The frontier's summed survival [1]: S_d of DEAGLE and DDD."""
     return level.frontier_survival.exp().sum(0, keepdim=True)
 
 
 class BestSoFar(Stop):
-    """Keeps the largest numbers of all levels so far."""
+    """Keeps the largest survivals of all levels so far."""
 
     def begin(self, read: Read = Tensor.tolist) -> None:
         super().begin(read)
-        self._largest: list[Tensor] = []  # at most one: the result of the last call
+        self._largest: list[Tensor] = []  # the result of the last call, if there was one
 
     def best(self, survival: Tensor) -> Tensor:
-        """The nodes - 1 largest survivals up to this level, whose own are [n]; descending."""
+        """The nodes - 1 largest survivals so far, descending; survival [n] is this level's."""
         survivals = torch.cat([*self._largest, survival])
         num_best = min(self.nodes - 1, survivals.shape[0])
         self._largest = [survivals.topk(num_best).values]
@@ -182,7 +185,7 @@ class MarginalGain(BestSoFar):
 
 
 class Exact(BestSoFar):
-    """Ends where no deeper node can be in the tree: none survives better than one above it."""
+    """Ends where no deeper node can join the tree, because none survives better than its parent."""
 
     keeps_tree = True
 
@@ -192,7 +195,7 @@ class Exact(BestSoFar):
         if chosen.shape[0] < self.nodes - 1:
             return False
         next_best, last_chosen = self.read(torch.stack([level.frontier_survival[0], chosen[-1]]))
-        return next_best <= last_chosen  # of equals the shallower are in the tree
+        return next_best <= last_chosen  # of equals, the tree takes the shallower
 
 
 STOPS: dict[type, type[Stop]] = {

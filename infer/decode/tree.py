@@ -20,12 +20,11 @@ class DraftLaws:
 
     # R1: a chain, each token drawn from q. R3: siblings drawn without replacement, in node order
     rule: Rule
-    laws: Tensor  # [N, Vd] q after the processors, by parent; the rows of leaves are not read
-    ids: Tensor | None = (
-        None  # [Vd] the target's ids of the columns; None: they are the target's own
-    )
-    parents: tuple[int, ...] | None = None  # the tree's, where the host knows them
-    # of a dynamic tree: which of its parent's draws each node is [N], and the most that a node has
+    # [N, Vd] row i is q of node i's children, after the processors; nobody reads a leaf's row
+    laws: Tensor
+    ids: Tensor | None = None  # [Vd] the target's id of each column; None: the column is the id
+    parents: tuple[int, ...] | None = None  # `Tree.parents`, if the host knows them
+    # Of a dynamic tree: [N] which of its parent's draws each node is, and the most draws of a node.
     ranks: Tensor | None = None
     width: int = 0
 
@@ -35,7 +34,7 @@ class DraftLaws:
         # A draft vocabulary: tokens outside it are never drafted, so their q is 0.
         if self.ids is not None:
             return self.laws.new_zeros(count, vocab_size).index_copy_(1, self.ids, self.laws)
-        # The head's LM head may lack the padding of the target's.
+        # The head's LM head may lack the target's padding columns.
         if columns == vocab_size:
             return self.laws
         return F.pad(self.laws, (0, vocab_size - columns))
@@ -52,26 +51,26 @@ class Level(NamedTuple):
     expanded: Tensor  # [r] the expanded nodes, as places among the candidates of the level above
     rows: Tensor  # [n] which of the r expanded nodes each candidate stands below
     tokens: Tensor  # [n] target ids
-    confidence: Tensor  # [n] log q, calibrated where the tree is
+    confidence: Tensor  # [n] log q, calibrated if the tree is
     survival: Tensor  # [n] the sum of confidence down the path: EAGLE-2's value
-    # [f] which of the n may be expanded next, the best first; empty where nobody asked. In a static
-    # tree only nodes with children, so that the level's best may be missing.
+    # [f] which of the n may be expanded next, the best first; empty if nobody needs it. A static
+    # tree's frontier has only nodes with children, so it may lack the level's best.
     frontier: Tensor = torch.empty(0, dtype=torch.long)
     frontier_survival: Tensor = torch.empty(0)  # [f]
-    drawn_from: Tensor | None = None  # [r, Vd] what drawn candidates were drawn from
+    drawn_from: Tensor | None = None  # [r, Vd] q of drawn candidates; None: picked by rank
 
 
 def first_numbers(levels: Sequence[Level]) -> list[int]:
     """The number of each level's first candidate.
 
-    All candidates are numbered through the levels; the root is 0. With levels of 2 and 4
-    candidates, 0 | 1 2 | 3 4 5 6, these are 1 and 3.
+    Candidates are numbered level after level, from the root's 0. For levels of 2 and 4 candidates,
+    0 | 1 2 | 3 4 5 6, the result is [1, 3].
     """
     return list(accumulate((len(level.tokens) for level in levels[:-1]), initial=1))
 
 
 def expanded_numbers(levels: Sequence[Level]) -> Tensor:
-    """The numbers [E] of all expanded nodes; `Level.expanded` has their places within a level."""
+    """The candidate numbers [E] of all expanded nodes; `Level.expanded` has places in one level."""
     above = [0, *first_numbers(levels)[:-1]]  # the first number of the level above each level
     sizes = tuple(len(level.expanded) for level in levels)
     places = torch.cat([level.expanded for level in levels])
@@ -85,17 +84,17 @@ def _repeated(values: tuple[int, ...], counts: tuple[int, ...], device: torch.de
 
 @dataclass(frozen=True)
 class Pool:
-    """All candidates of a tree, with those that reranking left out."""
+    """All candidates of a tree, also those that reranking left out."""
 
     levels: Sequence[Level]
     kept: Tensor  # [N] each node's number among the candidates, ascending; the root is 0
-    ids: Tensor  # [Vd] the target's ids of the columns of log q
-    # The tree's nodes were chosen by score, so a frontier's node may be missing from the tree.
+    ids: Tensor  # [Vd] the target's id of each column of log q
+    # Reranking chose the tree's nodes, so nodes of a frontier may be missing from the tree.
     reranked: bool
-    stopped_by: str | None  # the stop rule; None: the last level was reached
+    stopped_by: str | None  # the stop rule's name; None: the tree reached its last level
 
     def log_laws(self) -> dict[int, Tensor]:
-        """log q [Vd] of the children of each node that was expanded and is in the tree, by node."""
+        """By node of the tree that was expanded: log q [Vd] of its children."""
         node_of = {candidate: node for node, candidate in enumerate(self.kept.tolist())}
         candidates = expanded_numbers(self.levels).tolist()
         laws = torch.cat([level.log_q for level in self.levels])  # [E, Vd]
@@ -103,9 +102,9 @@ class Pool:
         return {node_of[candidate]: law for candidate, law in pairs if candidate in node_of}
 
     def frontiers(self) -> list[tuple[list[Path], Tensor]]:
-        """By level: the frontier's paths and log survivals [f], for DEAGLE's S_d.
+        """By level: the frontier's paths and log survivals [f], of which DEAGLE's S_d is made.
 
-        Of a static tree these are all nodes of the level.
+        A static tree gives all nodes of the level.
         """
         above: list[Path] = [()]  # the paths, without the root, of the level above
         frontiers = []
@@ -129,15 +128,16 @@ class Tree:
     parents: Tensor  # [N] node indices; the root is its own parent
     depth: Tensor  # [N] 0 for the root
     mask: Tensor  # [N, N] boolean: row i is True at i and at its ancestors
-    # [N] log q of the node under its parent (in a drawn dynamic tree, see sampling.draw_children)
+    # [N] log q of the node under its parent; in a drawn dynamic tree, `draw_children`'s chance
     confidence: Tensor
     survival: Tensor  # [N] the sum of confidence along the path, the logarithm of EAGLE-2's value
     levels: int  # drafted depth, which a pruned tree need not reach
     draft_forwards: int
     draft_laws: DraftLaws | None = None  # None: children were picked deterministically (R0, R2)
-    # [N] boolean: never accepted (lookahead's window); siblings may then repeat
+    # [N] boolean: nodes that are never accepted (lookahead's window) and may repeat a sibling's
+    # token
     passengers: Tensor | None = None
-    pool: Pool | None = None  # where a watcher asked for it
+    pool: Pool | None = None  # if a watcher asked for it
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -156,11 +156,12 @@ def root_only(token: Tensor) -> Tree:
 
 
 def ancestors(parents: Tensor, levels: int) -> Tensor:
-    """The boolean matrix [N, N] of ancestors-or-self of nodes with parents [N], at most `levels`
-    deep.
+    """The boolean matrix [N, N] of each node's ancestors and itself.
+
+    parents [N]; no node is deeper than `levels`.
     """
-    # A matrix with 1 at each node and at its parent: entry [i, j] of its n-th power counts the ways
-    # up from i to j in at most n steps. Squaring it reaches `levels` steps after log2(levels).
+    # The matrix has 1 at each node and at its parent. Entry [i, j] of its n-th power counts the
+    # ways up from i to j in at most n steps. Squaring it log2(levels) times reaches `levels` steps.
     reach = _identity(len(parents), parents.device).scatter(1, parents[:, None], 1.0)
     for step in range((levels - 1).bit_length()):
         reach = reach @ reach
@@ -188,7 +189,7 @@ def _identity(count: int, device: torch.device) -> Tensor:
 def describe(tree: Tree, names: list[str]) -> str:
     """The tree as indented lines, each node below its ancestors (as in EAGLE-2, figure 7)."""
     lines = []
-    # The column of ancestors sorts a node right behind its parent and its elder siblings' subtrees.
+    # Sorted by its list of ancestors, a node stands behind its parent and elder siblings' subtrees.
     for node in sorted(range(len(tree)), key=lambda node: tree.mask[node].nonzero()[:, 0].tolist()):
         q = float(tree.confidence[node].exp())
         survival = float(tree.survival[node].exp())

@@ -4,12 +4,12 @@ How the children of a tree were made decides how they are judged (docs/lossless.
 
     R0  temperature 0, any children    a child is kept if it is the target's argmax at its parent
     R2  q's most probable tokens       a child is kept if the target draws it from p at its parent
-    R1  a chain, each drawn from q     with the chance min(1, p/q): speculative sampling
-    R3  siblings, drawn from q         R1 for one sibling after the other, each with what the
-        without replacement            refusals before it left of p
+    R1  a chain, each drawn from q     a child is kept with chance min(1, p/q): speculative sampling
+    R3  siblings, drawn from q         R1 for each sibling in turn, with what earlier refusals left
+        without replacement            of p
 
-All nodes are judged at once, by tensors whose sizes depend on the tree's form alone, so that a CUDA
-graph can hold the whole verification. Only `read` waits for the device.
+`judge` judges all nodes at once. The sizes of its tensors depend on the tree's form alone, so a
+CUDA graph can hold the whole verification. Only `read` waits for the device.
 """
 
 from collections.abc import Iterable
@@ -30,11 +30,11 @@ from aerie.infer.decode.tree import DraftLaws, Tree
 @dataclass(frozen=True)
 class Verdict:
     path: list[int]  # the accepted nodes, the root first
-    tokens: list[int]  # theirs, without the root's
+    tokens: list[int]  # the tokens of the path, without the root's
     bonus: int  # the target's own token after the path
     drafted: int = field(default=0, compare=False)  # nodes that could have been accepted
-    # On the device, with refused nodes behind: the path, and what is written after its nodes,
-    # the bonus token last.
+    # On the device: the path, and the token that is written after each of its nodes (the bonus
+    # token last). Refused nodes follow.
     nodes: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
     new: Tensor = field(default_factory=lambda: torch.empty(0), compare=False)
 
@@ -44,20 +44,20 @@ class Verdict:
 
 
 def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
-    """What `read` makes a verdict of: a matrix [3 or 4, L]; logits [N, V] are the target's.
+    """The matrix [3 or 4, L] that `read` turns into a verdict; logits [N, V] are the target's.
 
-    A column is a node, and those of the accepted path come first. Take a root (token 5) with the
+    Each column is a node, and the accepted path comes first. Take a root (token 5) with the
     children 1 (token 8) and 2 (token 3), node 3 (token 4) below 1, and node 4 (token 6) below 2.
-    The target writes 3 after the root, 7 after node 1 and 9 after node 2. Then node 2 is accepted,
+    The target writes 3 after the root, 7 after node 1 and 9 after node 2. So node 2 is accepted,
     and 1, 3 and 4 are refused. A path of two levels has at most L = 3 nodes:
 
         refused nodes on the way, itself included   0 0 1
         node                                        0 2 1
         token that is written after it              3 9 7
 
-    The zeros of the first row are the path 0, 2; it writes 3, and then 9, the bonus token. Nodes 1,
-    3 and 4 have 1, 2 and 1 refused nodes; of equals the lower number comes first. A fourth row has
-    the number of the tree's passengers, if it has any.
+    The zeros of the first row mark the path 0, 2, after which the target writes 3, and then 9, the
+    bonus token. Nodes 1, 3 and 4 have 1, 2 and 1 refused nodes on the way; of equals the lower
+    number comes first. If the tree has passengers, a fourth row holds their number.
     """
     if rule_of(tree.draft_laws, sampler) in ("R0", "R2"):
         return walk(tree, sampler.choose(logits))
@@ -65,13 +65,14 @@ def judge(tree: Tree, logits: Tensor, sampler: Sampler) -> Tensor:
 
 
 def rule_of(proposal: DraftLaws | None, sampler: Sampler) -> str:
+    """The rule, R0 to R3, for children that these laws gave (None: picked by rank)."""
     if not sampler.decoding.do_sample:
         return "R0"
     return "R2" if proposal is None else proposal.rule
 
 
 def read(judged: Tensor, count: int) -> Verdict:
-    """The verdict on a tree of count nodes."""
+    """The verdict on a tree of count nodes; `judged` is `judge`'s matrix."""
     refused, nodes, written, *passengers = judged.tolist()  # the only wait for the device
     length = refused.count(0)
     num_passengers = passengers[0][0] if passengers else 0
@@ -88,7 +89,7 @@ def read(judged: Tensor, count: int) -> Verdict:
 class PathFirst(NamedTuple):
     """The levels + 1 nodes with the fewest refused nodes on the way to them, fewest first.
 
-    At most one child of each node is accepted, so the nodes of count 0 are a path.
+    At most one child of each node is accepted, so the nodes with count 0 form a path.
     """
 
     refused: Tensor  # [L] these counts; the root, never refused, comes first
@@ -132,29 +133,29 @@ class Families:
     """M parents, those with the most children first, and up to K children of each."""
 
     inner: Tensor  # [M] the parents' nodes
-    # [M, K] the children's nodes, by rank; a missing one is the first, or 0 where there is none
+    # [M, K] the children's nodes, by rank; a missing child repeats the first (0 if there is none)
     children: Tensor
-    is_there: Tensor  # [M, K]
+    is_there: Tensor  # [M, K] whether the parent has a child of that rank
     most: tuple[int, ...]  # [K] how many of the M parents, at most, have a child of that rank
 
 
 class Chances(NamedTuple):
     """The chances of the children of M parents, each judged as if its parent were accepted."""
 
-    q: Tensor  # [N, V] the distributions that they were drawn from, by parent
+    q: Tensor  # [N, V] row i is the distribution that node i's children were drawn from
     families: Families
     accept: Tensor  # [M, K] the chance of each child, once the children before it were refused
     weight: Tensor  # [M, 1] `left_of`'s weight of q, once all of them were refused
 
 
 def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
-    """`judge` by p [N, V], for children that were drawn from q."""
+    """`judge` for children that were drawn from q; p [N, V]."""
     q, families, accept, weight = _chances(tree, p)
     # --- every parent takes the first child whose uniform number is below its chance
     uniform = torch.rand(accept.shape, generator=generator, device=p.device)
-    # Which sibling comes first: max gives the first of equals.
+    # max gives the first of equals: the accepted sibling that comes first
     takes_one, rank = (uniform < accept).byte().max(-1)  # [M]
-    # a parent that takes none takes the root instead, which is never refused
+    # A parent that takes no child takes node 0 instead, the root, which is never refused.
     taken = families.children.gather(1, rank[:, None])[:, 0] * takes_one
     refused = torch.ones_like(tree.tokens, dtype=torch.bool).scatter_(0, taken, 0)  # [N]
     order = path_first(tree, refused)
@@ -162,7 +163,7 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
     end = (order.refused[1:] == 0).sum(0, keepdim=True)  # [1] the last node's column
     last = order.nodes.index_select(0, end)
     is_parent, row = (families.inner == last).byte().max(0, keepdim=True)
-    weight = weight.index_select(0, row) * is_parent  # a leaf has refused nothing
+    weight = weight.index_select(0, row) * is_parent  # a leaf refused no child: 0
     left = left_of(p.index_select(0, last), q.index_select(0, last), weight)  # [1, V]
     # every node is followed by the token of the next one, and the last by the bonus token
     written = tree.tokens.index_select(0, order.nodes).roll(-1)
@@ -173,9 +174,9 @@ def reject(tree: Tree, p: Tensor, generator: torch.Generator) -> Tensor:
 def acceptance(tree: Tree, p: Tensor) -> Tensor:
     """The chance [N] that `reject` accepts each drawn node once its parent is; 0 for the root."""
     _, families, accept, _ = _chances(tree, p)
-    refused = (1.0 - accept).cumprod(-1)  # [M, K] the child and all before it
+    refused = (1.0 - accept).cumprod(-1)  # [M, K] the chance that it and all before it are refused
     reached = accept * F.pad(refused[:, :-1], (1, 0), value=1.0)
-    # a missing child, whose node is its first sibling's, adds a chance of 0 there
+    # A missing child has its first sibling's node, and adds a chance of 0 there.
     nodes = families.children.flatten()
     return torch.zeros_like(tree.confidence).index_add_(0, nodes, reached.flatten())
 
@@ -198,16 +199,16 @@ def _chances(tree: Tree, p: Tensor) -> Chances:
 def sibling_chances(
     p: Tensor, q: Tensor, tokens: Tensor, families: Families
 ) -> tuple[Tensor, Tensor]:
-    """The chance [M, K] that each child is accepted once those before it were refused, and
-    `left_of`'s weight [M, 1] of q after all of them.
+    """The chance [M, K] that each child is accepted once the children before it were refused.
 
-    p and q [N, V] are the distributions after each node, tokens [M, K] the children's.
+    Also `left_of`'s weight [M, 1] of q once all of them were refused. p and q [N, V] are the
+    distributions after each node; tokens [M, K] are the children's.
     """
     # Child x_i is accepted with p_i(x_i) / q_i(x_i), at most 1: Leviathan et al. (arXiv 2211.17192,
     # algorithm 1) for one child, EAGLE-1's released code for siblings. A refused x_i leaves
     #   p_i+1 = norm(max(0, p_i - q_i)), which is 0 at x_i, and
     #   q_i+1 = norm(q_i without x_i), as the draws are without replacement.
-    # So for all x but those refused
+    # So for every x that was not refused
     #   q_i(x) = q(x) / c_i    and    p_i(x) = max(0, p(x) - s_i q(x)) / t_i
     # with s_0 = 0, t_0 = c_0 = 1, and s_i+1 = s_i + t_i / c_i. c_i and t_i make q_i and p_i sum to
     # 1, and cost two sums over the vocabulary for each rank.
@@ -235,13 +236,13 @@ def sibling_chances(
         c = q.sum(-1).clamp_(min=tiny)
         t = torch.addcmul(p, s[:, None], q, value=-1).clamp_(min=0.0).sum(-1)
         by_rank.append((s, t, c))
-    # [M, K, 3]: one padded stack, as each rank has fewer parents than the one before
+    # [M, K, 3]: one padded stack, because each rank has at most as many parents as the one before
     stack = pad_sequence([*chain.from_iterable(by_rank)], padding_value=1.0)
     s, t, c = stack.view(-1, len(by_rank), 3).unbind(-1)  # [M, K]
     accept = (p_x - s * q_x).clamp_(min=0.0) * c / (q_x * t).clamp_(min=tiny)  # p_i(x) / q_i(x)
-    # for a missing child s, t and c mean nothing and may be infinite
+    # For a missing child s, t and c mean nothing, and may be infinite.
     accept = torch.where(is_there, accept.clamp_(max=1.0), 0.0)
-    # s never falls with the rank, so the largest is the last child's.
+    # s never falls with the rank, so the largest s belongs to the last child.
     weight = torch.where(is_there, s.addcdiv(t, c), 0.0).amax(1, keepdim=True)
     return accept, weight
 
@@ -249,7 +250,7 @@ def sibling_chances(
 def left_of(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
     """What refused children leave of p [.., V]: max(0, p - weight q), not normalised.
 
-    p itself where rounding leaves nothing.
+    Where rounding leaves nothing, p itself.
     """
     left = torch.addcmul(p, weight, q, value=-1).clamp_(min=0.0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
@@ -283,7 +284,7 @@ _cached_families = cache(families_of)  # CUDA graphs read its tensors as long as
 
 
 def _families_on_device(tree: Tree, ranks: Tensor, width: int) -> Families:
-    """The families of a tree that only the device knows; ranks [N], below width."""
+    """The families of a tree whose parents only the device knows; ranks [N] are below width."""
     count = len(tree)
     node = torch.arange(1, count, device=ranks.device)
     node = node * (tree.survival[1:] > float("-inf"))  # 0: no token was left to draw

@@ -107,7 +107,7 @@ def test_misfits(tmp_path: Path) -> None:
     target = make_target()
     save_head(make_head(target, "eagle3", after_blocks=(1, 4)), tmp_path / "deep")
     tiny.refused(
-        r"states after blocks \(1, 4\), and tiny has 4 blocks",
+        r"states after blocks \(1, 4\), but tiny has only 4 blocks",
         load_head_for,
         target,
         str(tmp_path / "deep"),
@@ -160,7 +160,10 @@ def test_other_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     head = saved(own, tmp_path / "head")
     assert warnings(own, head) == []
     (line,) = warnings(other, head)
-    assert "made for a target with other weight files than" in line and "give its target" in line
+    assert (
+        "made for a target with other weight files than" in line
+        and "give the head's own target" in line
+    )
     assert own.fingerprint() in line
     save_head(tiny.head(own.vocab.embedding.float()), tmp_path / "nameless")  # it names no target
     assert warnings(other, str(tmp_path / "nameless")) == []

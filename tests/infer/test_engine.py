@@ -310,7 +310,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(breaks: bool, capfd: Any, monkeyp
         with torch._dynamo.config.patch(recompile_limit=1):
             answer = decoder.generate(LAST_PROMPT, do_sample=False, max_new_tokens=16)
         assert answer.sequences[0].tolist() == greedy(target, LAST_PROMPT, 16)[0]
-    said = "warning: target.cycle compiled: extend runs as it is:"
+    said = "warning: target.cycle compiled: extend cannot be compiled:"
     assert (said in capfd.readouterr().err) == breaks
 
 
