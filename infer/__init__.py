@@ -1,4 +1,4 @@
-"""Draft, verify, measure, report."""
+"""Decoding with draft heads, its measurements and reports."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only if the decoder is asked for."""
+    """Imports the decoder, and torch with it, only when somebody asks for it."""
     if name != "SpeculativeDecoder":
         raise AttributeError(name)
     from aerie.infer.decode import engine

@@ -1,4 +1,4 @@
-"""What the decoding commands are given: a target, heads, prompts and the template's arguments."""
+"""Reads the inputs of decoding commands: target, heads, prompts and template arguments."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ from aerie.configs.schema.recipe import Recipe
 from aerie.model import storage
 from aerie.model.hub import head_directory, is_on_hub
 
-# No torch: --help and mistakes are answered at once.
+# No import of torch: --help and mistakes must be answered at once.
 
 
 def prompts_or_held_out(prompts: PromptsConfig, recipe: Recipe, part: int) -> PromptsConfig:
     """The prompts that a section names, else a part of the held-out conversations."""
     if prompts.path is not None or prompts.tasks:
         return prompts
-    data = replace(recipe.data, date=None)  # decides no question
+    data = replace(recipe.data, date=None)  # no question depends on it
     return HeldOutPrompts(**vars(prompts), data=data, part=part)
 
 
 def run_heads(arguments: Namespace, recipe: Recipe) -> Any:
+    """The heads of the recipe's run, and --head: from these a row takes its head."""
     from aerie.infer.measure.suite import RunHeads
 
     return RunHeads(
@@ -39,11 +40,15 @@ def run_heads(arguments: Namespace, recipe: Recipe) -> Any:
 
 
 def is_of_template(pair: str) -> bool:
+    """Whether KEY=VALUE sets a key of `data`, as the chat template's arguments are."""
     return pair.startswith("data.")
 
 
 def render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
-    """What the template gets without a recipe: what the head was trained with, and the options."""
+    """What the chat template gets without a recipe: the head's own arguments, changed by pairs.
+
+    pairs: data.KEY=VALUE.
+    """
     from aerie.data.rendering import ARGUMENTS, trained_arguments
 
     values = {ARGUMENTS: (trained_arguments(head) if head else None) or {}}
@@ -57,6 +62,7 @@ def render_config(head: str | None, pairs: Sequence[str]) -> RenderConfig:
 
 
 def target_of(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
+    """The target of --target, --dtype, --device-map and pairs KEY=VALUE of the section `target`."""
     flags = {"dtype": arguments.dtype, "device_map": arguments.device_map}
     values = {"path": arguments.target} | {key: word for key, word in flags.items() if word}
     overrides = [pair.removeprefix("target.") for pair in pairs]
@@ -64,6 +70,7 @@ def target_of(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
 
 
 def require_decodable(target: TargetConfig, heads: Sequence[str | None]) -> None:
+    """UserError if aerie does not decode with this kind of target, or a head has no weights."""
     from aerie.model.target import load_config, only_trains
 
     reason = only_trains(load_config(target))
@@ -77,5 +84,6 @@ def require_decodable(target: TargetConfig, heads: Sequence[str | None]) -> None
 
 
 def head_path(text: str) -> Path:
+    """The value of --head: a directory with a head, or an id on the Hub."""
     path = user_path(text)
     return path if is_on_hub(path) else head_directory(path)

@@ -1,4 +1,4 @@
-"""`aerie diagnose`: what it is asked to examine, and what it writes."""
+"""`aerie diagnose`: reads what to examine, and writes the diagnosis."""
 
 import json
 from argparse import Namespace
@@ -21,11 +21,11 @@ from aerie.infer.command_inputs import (
 )
 from aerie.model import storage
 
-LEAST_PROMPTS = 4  # fewer give no intervals
+LEAST_PROMPTS = 4  # fewer prompts give no intervals
 
 
 class Examined(NamedTuple):
-    """What `aerie diagnose` was asked to examine."""
+    """What the command line names."""
 
     recipe: Recipe | None
     target: TargetConfig
@@ -34,7 +34,7 @@ class Examined(NamedTuple):
 
 
 def diagnose(arguments: Namespace, unknown: list[str]) -> int:
-    """why a head is accepted less than it should be: the cause, its evidence and the fix"""
+    """say why a head is accepted less than it should be: the cause, its evidence and the fix"""
     examined = _examined(arguments, unknown)
     root = examined.recipe.root if examined.recipe else Path()
     output = arguments.out or root / storage.DIAGNOSIS
@@ -57,15 +57,18 @@ def diagnose(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _examined(arguments: Namespace, unknown: list[str]) -> Examined:
-    """What the arguments name; UserError if some of it is missing."""
+    """What the arguments name; UserError if something is missing."""
     if arguments.num_prompts < LEAST_PROMPTS:
-        raise UserError(f"--num-prompts must be at least {LEAST_PROMPTS}, for intervals")
+        raise UserError(
+            f"--num-prompts must be at least {LEAST_PROMPTS}, not {arguments.num_prompts}: "
+            "fewer prompts give no intervals"
+        )
     if arguments.mend and arguments.mend.exists():
-        raise UserError(f"--mend {arguments.mend}: is there; name a new directory")
+        raise UserError(f"--mend {arguments.mend}: exists already; name a new directory")
     prompts = PromptsConfig(str(arguments.prompts)) if arguments.prompts else None
     recipe = None
     if not prompts and not arguments.config and arguments.head:
-        stored = arguments.head.absolute().parents[1] / "recipe.yaml"  # of the head's run
+        stored = arguments.head.absolute().parents[1] / "recipe.yaml"  # the head's run
         arguments.config = stored if stored.is_file() else None
     if arguments.config:
         recipe = load(arguments, unknown)
@@ -92,7 +95,7 @@ def _examined(arguments: Namespace, unknown: list[str]) -> Examined:
 
 
 def _patient(arguments: Namespace, unknown: list[str], examined: Examined) -> Any:
-    """The loaded target, the head, and the texts on which both are measured."""
+    """The loaded target, the head, and the texts on which they are measured."""
     from aerie.data.rendering import fix_date, recipe_tokenizer
     from aerie.infer.decode.sampling import resolve
     from aerie.infer.diagnose.patient import Patient, trained_texts
@@ -110,13 +113,14 @@ def _patient(arguments: Namespace, unknown: list[str], examined: Examined) -> An
     questions = load_prompts(prompts)
     if len(questions) < LEAST_PROMPTS:
         raise UserError(f"diagnose needs at least {LEAST_PROMPTS} prompts, not {len(questions)}")
-    questions = questions[:: -(-len(questions) // arguments.num_prompts)]  # of all tasks
+    # evenly spread, so that every task gives some
+    questions = questions[:: -(-len(questions) // arguments.num_prompts)]
     conversations = [arguments.trained_on] if arguments.trained_on else []
     if recipe and not conversations:
         conversations = [path for path in map(Path, recipe.data.conversations) if path.is_file()]
     loaded = load_quietly(target, recipe.threads if recipe else None)
     temperature = arguments.temperature
-    if temperature is None:  # as servers take it
+    if temperature is None:  # servers use the generation_config's, too
         temperature = resolve(loaded.generation_config).temperature
     server = None
     if arguments.server:

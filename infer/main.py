@@ -1,6 +1,6 @@
 """Decode with a draft head, calibrate, measure and tune it, report, and prove it lossless.
 
-For several GPUs: accelerate launch infer/main.py bench, calibrate or tune.
+On several GPUs: accelerate launch infer/main.py bench (or calibrate, or tune).
 """
 
 import shlex
@@ -53,16 +53,16 @@ from aerie.infer.diagnosing import diagnose
 from aerie.model import storage
 from aerie.model.hub import head_directory, require_target
 
-# No torch yet: --help and mistakes are answered at once.
+# No import of torch here: --help and mistakes must be answered at once.
 
 SECTIONS = {"bench": BenchConfig, "calibrate": CalibrateConfig, "tune": TuneConfig}
-ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # of generate and chat: they change the row
+ROW_KEYS = ("tree.", "lookup.", "lookahead.")  # generate and chat: keys that change the row
 TRAINING_FACTS = ("steps", "total_steps", "tokens", "train_seconds", "ended")
 TUNABLE = tuple(kind for kind, name in USUAL.items() if METHODS[name].tree["shape"] != "static")  # type: ignore[index]
 
 
 def bench(arguments: Namespace, unknown: list[str]) -> int:
-    """tau and speedup of every row of the recipe"""
+    """measure tau and speedup of every row of the recipe"""
     recipe, section = _load_section(arguments, unknown)
     from aerie.infer.decode.calibrator import load_calibrator
     from aerie.infer.measure.bench import run_bench
@@ -74,12 +74,15 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
     rows += tuple(load_file(path, row_schema, []) for path in arguments.row)
     suite = read_suite(replace(section, rows=rows), run_heads(arguments, recipe).settle)
     if world_size() > 1 and any(isinstance(row.method, ServedConfig) for row in suite.rows):
-        raise UserError("bench.rows: a server may answer nobody else meanwhile; start one process")
+        raise UserError(
+            "bench.rows: a measured server must answer nobody else, but several processes would "
+            "ask it at once; start one process"
+        )
     inputs = _machine_inputs(recipe) | decode.choice_digests(row.method.tree for row in suite.rows)
     for row in suite.rows:
         if row.head and row.method.tree and row.method.tree.calibrated and not arguments.plan:
             directory = head_directory(row.head)
-            load_calibrator(directory)  # so that a missing one is told before the target is loaded
+            load_calibrator(directory)  # reports a missing one before the target is loaded
             digest = storage.file_digest(directory / storage.CALIBRATOR)
             inputs.setdefault("calibrators", {})[row.head] = digest
     return _measure_stage(
@@ -94,13 +97,14 @@ def bench(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def calibrate(arguments: Namespace, unknown: list[str]) -> int:
-    """how confidence predicts acceptance, from decoding cycles on held-out prompts"""
+    """measure how well confidence predicts acceptance, on held-out prompts; write a calibrator"""
     recipe, section = _load_section(arguments, unknown)
     method = section.method or USUAL[recipe.head.kind]
     row = MethodConfig(method, section.tree or decode.published_tree(method))
     if not METHODS[row.method].heads:
         raise UserError(
-            f"calibrate.method: {row.method} has no head whose confidence could be measured"
+            f"calibrate.method: {row.method} drafts without a head, so there is no confidence to "
+            "calibrate; name a method that has one"
         )
     from aerie.infer.decode.find_head import check_kind, kind_at
     from aerie.infer.measure.calibrate import run_calibration
@@ -125,7 +129,7 @@ def calibrate(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def tune(arguments: Namespace, unknown: list[str]) -> int:
-    """the fastest tree for the heads on this machine, as a YAML; its predicted speed"""
+    """find the fastest tree for the run's heads on this machine; write it as YAML"""
     recipe, section = _load_section(arguments, unknown)
     from aerie.infer.decode.find_head import heads_by_kind
     from aerie.infer.measure.tune import check_apart, run_tuning
@@ -135,7 +139,8 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
     heads = {kind: head for kind, head in by_kind.items() if kind in TUNABLE}
     if not heads:
         raise UserError(
-            f"{directory or arguments.head}: no head of kind {', '.join(TUNABLE)}; give --head"
+            f"{directory or arguments.head}: holds no head of a kind that has a tree to tune "
+            f"({', '.join(TUNABLE)}); name one with --head"
         )
     check_apart(section)
     return _measure_stage(
@@ -150,11 +155,11 @@ def tune(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any]:
-    """The recipe, and the command's section of it with its prompts."""
+    """The recipe, and the command's section with the prompts filled in."""
     recipe = load(arguments, unknown)
     command = arguments.command
     section = getattr(recipe, command) or SECTIONS[command]()
-    # No prompt is both fitted and measured on: half of the held-out ones are for each.
+    # Half of the held-out prompts are for measuring, half for fitting: none serves both.
     part = 0 if command == "bench" else 1
     section = replace(section, prompts=prompts_or_held_out(section.prompts, recipe, part))
     if command == "tune" and section.measure is not None:
@@ -163,7 +168,7 @@ def _load_section(arguments: Namespace, unknown: list[str]) -> tuple[Recipe, Any
 
 
 def _machine_inputs(recipe: Recipe) -> dict[str, Any]:
-    """What times depend on."""
+    """Settings on which measured times depend."""
     inputs: dict[str, Any] = {"threads": recipe.threads}
     if recipe.target.cycle != "auto":
         inputs["cycle"] = recipe.target.cycle
@@ -180,7 +185,7 @@ def _measure_stage(
     plan: str,
     measure: Callable[..., dict[str, Any]],  # (target, tokenizer) -> facts
 ) -> int:
-    """Runs a stage unless it is done; reports mistakes before it loads a model."""
+    """Runs a stage unless its output is complete; reports mistakes before it loads a model."""
     from aerie.data.rendering import (
         facts_of,
         fix_date,
@@ -229,7 +234,7 @@ def _measure_stage(
     stage.require_own_directory(arguments.overwrite)
     warn_of_other_arguments(recipe.data, heads)
     is_first = rank() == 0
-    # One process holds the lock for all: the others would find it taken.
+    # The first process holds the lock for all: the others would find it taken.
     with connected(), storage.working_alone(output, "measuring") if is_first else nullcontext():
         if name == "bench" and is_first:
             begin_bench(stage, arguments.overwrite)
@@ -244,7 +249,7 @@ def _measure_stage(
 
 
 def report(arguments: Namespace, unknown: list[str]) -> int:
-    """summary.json and index.html from what was measured"""
+    """write summary.json and index.html from what the run measured"""
     recipe = load(arguments, unknown)
     run = recipe.root
     if arguments.plan:
@@ -263,7 +268,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
     head = arguments.head or recipe.head_output
     heads = measured.get("heads", {})
     if not arguments.head and heads and str(head) not in heads:
-        head = Path(next(iter(heads)))  # that of bench --head
+        head = Path(next(iter(heads)))  # the bench had a --head
     sources = (target, run / "features", head, *sorted(run.glob("heads/*")))
     records = {path: storage.sound_record(path) for path in sources} | stage_facts
     trainings = {}
@@ -298,7 +303,7 @@ def report(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _command_line(words: list[str]) -> str:
-    """How a stage was started, from its sys.argv."""
+    """The command that started a stage, from its sys.argv."""
     if words[0] in ("data/main.py", "train/main.py"):
         words = ["accelerate", "launch", *words]
     elif words[0].endswith(".py"):
@@ -307,7 +312,7 @@ def _command_line(words: list[str]) -> str:
 
 
 def results(arguments: Namespace, unknown: list[str]) -> int:
-    """the tables of Markdown pages, filled from the runs that they name, as docs/results.md does"""
+    """fill the tables of Markdown pages from the runs that they name, as in docs/results.md"""
     from aerie.infer.report.tables import page_with_results
 
     for page in arguments.pages:
@@ -316,7 +321,7 @@ def results(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def claims(arguments: Namespace, unknown: list[str]) -> int:
-    """which of the papers' claims hold in a run: verdicts, with intervals, in Markdown"""
+    """print which of the papers' claims hold in a run: verdicts with intervals, in Markdown"""
     from aerie.infer.measure.stage_facts import run_facts
     from aerie.infer.papers.claims import claims_table, judge_claims
     from aerie.infer.papers.evidence import Evidence
@@ -331,7 +336,7 @@ def claims(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def compare(arguments: Namespace, unknown: list[str]) -> int:
-    """the difference in tau between rows of a bench, paired by prompt, with an interval"""
+    """print the difference in tau between rows of a bench, paired by prompt, with an interval"""
     recipe = load(arguments, unknown)
     from aerie.infer.measure.bench_files import RECORDS, read_records
     from aerie.infer.measure.bootstrap import tau_difference
@@ -339,7 +344,7 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
     from aerie.infer.measure.stage_facts import measured_facts
     from aerie.infer.report.tables import DraftsText, row_labels
 
-    if (recipe.root / "bench" / storage.FILE).is_file():  # else it is under way
+    if (recipe.root / "bench" / storage.FILE).is_file():  # else the bench is still running
         measured_facts(recipe.root / "bench", f"--config {arguments.config}")
     records = read_records(recipe.root / "bench" / RECORDS)
     if arguments.temperature is not None:
@@ -353,17 +358,19 @@ def compare(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def verify(arguments: Namespace, unknown: list[str]) -> int:
-    """prove that methods are lossless; exit code 1 where one is not"""
+    """prove that methods are lossless; exit with code 1 if one is not"""
     recipe = load(arguments, unknown) if arguments.config else None
     pairs = pairs_of(unknown)
     if recipe is None and not (arguments.target and all(map(is_of_template, pairs))):
-        raise UserError("verify needs --config RECIPE, or --target with no key but those of data")
+        raise UserError(
+            "verify needs --config RECIPE, or --target; with --target only keys of data may be set"
+        )
     from aerie.data.rendering import fix_date
     from aerie.infer.decode.find_head import heads_by_kind, kind_at
     from aerie.infer.measure.lossless import run_verify
 
     target = recipe.target if recipe else target_of(arguments)
-    if not arguments.dtype:  # rounding then explains no difference
+    if not arguments.dtype:  # in float32, rounding explains no difference
         target = replace(target, dtype="float32")
     heads = heads_by_kind(arguments.head, recipe.root / "heads" if recipe else None)
     if recipe and recipe.bench and not arguments.head:
@@ -378,8 +385,8 @@ def verify(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def generate(arguments: Namespace, unknown: list[str]) -> int:
-    """answers to prompts, streamed (accepted draft tokens are green) or as JSON"""
-    pairs_of(unknown)  # reports a mistyped option before a missing one
+    """answer prompts, as a stream (accepted draft tokens are green) or as JSON"""
+    pairs_of(unknown)  # reports a mistyped option before a missing prompt
     text = arguments.prompt
     if (arguments.prompts is None) == (text is None):
         raise UserError(
@@ -398,24 +405,27 @@ def chat(arguments: Namespace, unknown: list[str]) -> int:
 
 
 def _check_sampling(arguments: Namespace) -> None:
+    """UserError for a sampling option that is out of range or has no effect."""
     flags = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     sampling = {name: value for name, value in flags.items() if value is not None}
     validate(sampling, SamplingConfig, "sampling", {})
     if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, not {arguments.max_new_tokens}")
     if not arguments.temperature and ("top_k" in sampling or "top_p" in sampling):
-        raise UserError("--top-k and --top-p: greedy decoding draws nothing; add --temperature 1")
+        raise UserError(
+            "--top-k and --top-p have no effect on greedy decoding; add --temperature 1"
+        )
 
 
 def _decode(
     arguments: Namespace, unknown: list[str], read: Callable[..., list[RowQuestion]] | None = None
 ) -> int:
-    """Answers the prompts (read None: chats), as the command line or its recipe says."""
+    """Answers the prompts that `read` gives (None: chats), as the command line or recipe says."""
     pairs = pairs_of(unknown)
     template_pairs = [pair for pair in pairs if is_of_template(pair)]
     if arguments.config is not None:
         row_pairs = [pair for pair in pairs if pair.startswith(ROW_KEYS)]
-        unread = ROW_KEYS if arguments.row else ROW_KEYS[1:]  # the recipe has a tree, a row's too
+        unread = ROW_KEYS if arguments.row else ROW_KEYS[1:]  # a recipe has a tree as well
         others = [f"--{pair}" for pair in pairs if not pair.startswith(unread)]
         recipe = load(arguments, others, arguments.method)
         target = recipe.target
@@ -454,7 +464,7 @@ def _decode(
     if not (tokenizer.chat_template or getattr(arguments, "raw", False)):
         raise UserError(
             f"{target.path}: the tokenizer has no chat template; "
-            "give --target.chat_template FILE.jinja, or generate --raw"
+            "give --target.chat_template FILE.jinja, or use generate --raw"
         )
     loaded = load_quietly(target, recipe.threads if recipe else None)
     decoder = make_decoder(LoadedHeads(loaded), row.method, row.head)
@@ -467,7 +477,7 @@ def _decode(
 
 
 def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]) -> Any:
-    """The settled row of --row, --method or the head; pairs: the command line's changes to it."""
+    """The settled row of --row, --method or the head; pairs: its changes on the command line."""
     from aerie.infer.decode.find_head import check_kind, kind_at
     from aerie.infer.measure.suite import fit_to_head
 
@@ -479,9 +489,9 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     method = arguments.method or usual
     if arguments.row is not None:
         if arguments.method is not None:
-            raise UserError("--row names a method; leave --method out")
+            raise UserError(f"--method {arguments.method}: --row names a method; leave one out")
         row = load_file(arguments.row, MethodConfig, pairs)
-    elif recipe is not None and method == usual:  # the recipe's tree has the changes already
+    elif recipe is not None and method == usual:  # the recipe's tree includes the changes
         pairs = [pair for pair in pairs if not pair.startswith("tree.")]
         row = validate({"method": method}, MethodConfig, "command line", {}, pairs)
         row = replace(row, tree=recipe.tree)
@@ -493,17 +503,20 @@ def _row_to_decode(arguments: Namespace, recipe: Recipe | None, pairs: list[str]
     if recipe is not None:
         return run_heads(arguments, recipe).settle(row, arguments.command)
     if row.head is None and METHODS[row.method].heads:
-        raise UserError(f"{row.method} needs a head; give --head")
+        raise UserError(f"{row.method} drafts with a head; name it with --head")
     return fit_to_head(row, row.head, arguments.command)
 
 
-HEAD: dict[str, Any] = {"type": head_path, "help": "a head directory (default: the run's own)"}
+HEAD: dict[str, Any] = {
+    "type": head_path,
+    "help": "the head's directory or Hub id (default: the run's)",
+}
 YAML_FILE: dict[str, Any] = {"type": user_path, "metavar": "FILE.yaml"}
 ROWS: dict[str, Any] = {
     "type": int,
     "nargs": "+",
     "required": True,
-    "help": "rows of bench.rows, from 0; pooled",
+    "help": "numbers of bench.rows, from 0; several rows are pooled",
 }
 SUBCOMMANDS = (
     generate,
@@ -519,11 +532,11 @@ SUBCOMMANDS = (
     verify,
 )
 DECODING: dict[str, dict[str, Any]] = {
-    "--method": {"help": f"default: the usual one of the head; {', '.join(get_args(Method))}"},
-    "--row": {**YAML_FILE, "help": "a method and its tree"},
+    "--method": {"help": f"default: the head's usual one; {', '.join(get_args(Method))}"},
+    "--row": {**YAML_FILE, "help": "a file with a method and its tree"},
     "--max-new-tokens": {"type": int},
     "--temperature": {"type": float},
-    "--top-k": {"type": int, "help": "default: the generation_config's, else 0: all tokens"},
+    "--top-k": {"type": int, "help": "default: the generation_config's, else 0, all tokens"},
     "--top-p": {"type": float},
     "--seed": {"type": int, "default": 0},
     "--show-tree": {"action": "store_true", "help": "print the first draft tree of each answer"},
@@ -533,19 +546,22 @@ DECODING: dict[str, dict[str, Any]] = {
     },
 }
 IS_WHOLE: dict[str, dict[str, Any]] = {
-    "--is-whole": {"action": "store_true", "help": "exit code 1 if something is left to do"},
+    "--is-whole": {"action": "store_true", "help": "do nothing; exit with code 1 if work is left"},
 }
 COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "generate": {
         "--prompt": {"help": "a text; - reads it from stdin"},
         "--prompts": {
             "metavar": "FILE.jsonl",
-            "help": "rows with prompt, question, turns or messages",
+            "help": "rows with a column prompt, question, turns or messages",
         },
-        "--raw": {"action": "store_true", "help": "the prompt as it is, without the chat template"},
+        "--raw": {
+            "action": "store_true",
+            "help": "give the prompt as it is, without the chat template",
+        },
         "--json": {
             "action": "store_true",
-            "help": "print one line of JSON per answer, and no stream",
+            "help": "print one line of JSON per answer instead of a stream",
         },
         **DECODING,
     },
@@ -553,7 +569,7 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "calibrate": IS_WHOLE,
     "tune": IS_WHOLE,
     "bench": {
-        "--row": {"action": "append", "default": [], **YAML_FILE, "help": "one more row"},
+        "--row": {"action": "append", "default": [], **YAML_FILE, "help": "measure one more row"},
         **IS_WHOLE,
     },
     "diagnose": {
@@ -562,21 +578,24 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--trained-on": {
             "type": user_path,
             "metavar": "FILE",
-            "help": "conversations of the head's training",
+            "help": "conversations that the head was trained on",
         },
-        "--trained-target": {"help": "the target of the head's training, if it is another"},
-        "--temperature": {"type": float, "help": "of requests (default: the generation_config's)"},
-        "--num-prompts": {"type": int, "default": 24, "help": "at most (default 24)"},
+        "--trained-target": {"help": "the target that the head was trained for, if it is another"},
+        "--temperature": {
+            "type": float,
+            "help": "temperature of the answers (default: the generation_config's)",
+        },
+        "--num-prompts": {"type": int, "default": 24, "help": "the most prompts (default 24)"},
         "--mend": {
             "type": user_path,
             "metavar": "DIRECTORY",
-            "help": "write the head here as it is best read",
+            "help": "write the head here, read in the way that is accepted best",
         },
         "--json": {"action": "store_true", "help": "print the figures as JSON"},
         "--out": {
             "type": user_path,
             "metavar": "FILE.json",
-            "help": "default: diagnose.json in the run, or here",
+            "help": "default: diagnose.json in the run, else in this directory",
         },
     },
     "results": {"pages": {"type": user_path, "nargs": "+", "metavar": "PAGE.md"}},
@@ -584,20 +603,20 @@ COMMAND_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "compare": {
         "--of": ROWS,
         "--against": ROWS,
-        "--temperature": {"type": float, "help": "of the answers compared"},
+        "--temperature": {"type": float, "help": "compare only answers at this temperature"},
     },
     "verify": {
         "--head": {
             **HEAD,
             "action": "append",
             "default": [],
-            "help": "a head directory; one of each kind",
+            "help": "the head's directory or Hub id; one head of each kind",
         },
-        "--methods": {"default": ",".join(METHODS), "help": "eagle2,sps,...; default: all"},
-        "--prompts": {"type": int, "default": 20, "help": "greedy prompts (default 20)"},
-        "--draws": {"type": int, "default": 2000, "help": "for each p-value (default 2000)"},
-        "--seed": {"type": int, "default": 0, "help": "of the draws"},
-        "--json": {"type": user_path, "help": "write the results to this file, too"},
+        "--methods": {"default": ",".join(METHODS), "help": "such as eagle2,sps (default: all)"},
+        "--prompts": {"type": int, "default": 20, "help": "prompts answered greedily (default 20)"},
+        "--draws": {"type": int, "default": 2000, "help": "draws for each p-value (default 2000)"},
+        "--seed": {"type": int, "default": 0, "help": "seed of the draws"},
+        "--json": {"type": user_path, "help": "also write the results to this file"},
     },
 }
 
@@ -617,7 +636,7 @@ def main() -> int:
         subparser.set_defaults(run_command=command)
     arguments, unknown = parser.parse_known_args()
     if unknown and arguments.run_command in (results, claims):
-        raise UserError(f"{unknown[0]}: not an option of {arguments.command}")
+        raise UserError(f"{unknown[0]}: aerie {arguments.command} has no such option")
     run = getattr(arguments, "run", None)
     if run and arguments.config is None:
         stored = user_path(run) / "recipe.yaml"

@@ -302,7 +302,7 @@ def test_it_is_said_on_a_page_in_a_file_and_in_the_report(world: Path, capsys: A
             diagnose needs at least 4 prompts, not 2
         aerie diagnose --config {root}/recipe.yaml --num-prompts 1
             exit 2
-            --num-prompts must be at least 4
+            --num-prompts must be at least 4, not
         aerie diagnose --config {root}/recipe.yaml --prompts {root}/asked.txt
             undertrained: none of the other causes was seen
             chain, decoded here

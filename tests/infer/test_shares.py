@@ -172,7 +172,7 @@ def test_servers_and_a_spread_target_take_one_process(
     text = """
     aerie bench {words} --plan --{bench}
         exit 2
-        bench.rows: a server may answer nobody else meanwhile; start one process
+        bench.rows: a measured server must answer nobody else
     aerie tune {words} --plan --{tune}
         exit 2
         target.device_map: auto takes all GPUs; start one process
