@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-# by (number of the layer, "keys" or "values"): [B, KV, n, head_dim]
+# by (number of the layer, "keys" or "values"): rows [B, KV, n, head_dim]
 LayerRows = dict[tuple[int, str], Tensor]
-ROUNDED = 256  # rows: a forward is compiled for one capacity, so that texts should share it
+ROUNDED = 256  # rows; capacities are multiples, as a forward is compiled for each capacity
 
 
 class KeptRows:
-    """How many rows of a text its caches keep. All caches of a text share this count."""
+    """Which rows of a text are kept. All caches of the text share this object."""
 
     length: int  # on the host
     positions: Tensor  # [capacity]: 0, 1, ...
     free: Tensor  # [capacity], on the device: length, length + 1, ...
-    # [W], the first W positions, at which attention looks: one per kept row, or some more where W
-    # must be a fixed size
+    # [W] the first W positions, at which attention looks: the kept rows, or some more if W must be
+    # a fixed size
     visible: Tensor
     mask: Tensor  # [capacity], additive: 0 for kept rows, the dtype's lowest number for free ones
 
@@ -40,12 +40,12 @@ class KeptRows:
         self.free = self.positions.clone()
         self.mask = torch.empty(rounded, dtype=dtype, device=device)
         self._lowest = torch.finfo(dtype).min
-        # by decoder: its CUDA graphs, which read these tensors and the caches of this text
+        # by decoder: its CUDA graphs, which read these tensors and this text's caches
         self.captured = weakref.WeakKeyDictionary[Any, dict[Any, Any]]()
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new text. The tensors stay where they are, as CUDA graphs read them."""
+        """Begins a new text. The tensors stay in place, because CUDA graphs read them."""
         self.free.copy_(self.positions)
         self.mask.fill_(self._lowest)
         self.length = 0
@@ -70,15 +70,15 @@ class KeyValueCache(Cache):
     """
 
     def __init__(self, rows: LayerRows, kept: KeptRows) -> None:
-        """rows: with what each layer begins."""
+        """rows: the first rows of each layer."""
         super().__init__(layers=[])
         self.kept = kept
-        # Rows of this cycle's draft so far: who drafts into this cache adds to it.
+        # How many rows this cycle has drafted so far; a drafter that writes rows adds to it.
         self.pending = 0
-        self.width = 0  # rows that the next forward sees, with its own
+        self.width = 0  # how many rows the next forward sees, its own included
         kept.captured.clear()  # these graphs read the buffers of an older cache
-        # Tensors of one device, dtype and shape share a buffer, so that `gather` moves all of them
-        # at once.
+        # Tensors of one device, dtype and shape share a buffer, so that `gather` moves them at
+        # once.
         self._buffers: list[Tensor] = []  # [tensors, B, KV, capacity, head_dim]
         self._rows: LayerRows = {}  # views into the buffers: each layer's keys and values
         alike: dict[Any, LayerRows] = {}
@@ -87,7 +87,7 @@ class KeyValueCache(Cache):
         for group in alike.values():
             batch, heads, _, head_dim = next(iter(group.values())).shape
             sizes = (len(group), batch, heads, len(kept.positions), head_dim)
-            # zeros: hidden values are multiplied by 0, and 0 * nan is nan
+            # zeros, because attention multiplies hidden values by 0, and 0 * nan is nan
             buffer = next(iter(group.values())).new_zeros(sizes)
             self._rows |= zip(group, buffer, strict=True)
             self._buffers.append(buffer)
@@ -95,7 +95,7 @@ class KeyValueCache(Cache):
 
     @classmethod
     def empty(cls, num_layers: int, config: Any, kept: KeptRows, like: Tensor) -> "KeyValueCache":
-        """A head's empty cache, of like's dtype and device."""
+        """A head's empty cache with the dtype and device of `like`."""
         nothing = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
         return cls(dict.fromkeys(product(range(num_layers), ("keys", "values")), nothing), kept)
 
@@ -113,8 +113,10 @@ class KeyValueCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
-        """Writes a layer's rows [B, KV, count, head_dim] at `written_at`; returns all rows up to
-        them."""
+        """Writes a layer's rows [B, KV, count, head_dim] at `written_at`.
+
+        Returns the keys and values of the first `width` rows.
+        """
         keys = self._rows[layer_idx, "keys"]
         values = self._rows[layer_idx, "values"]
         positions = self.written_at.to(keys.device)
@@ -125,17 +127,17 @@ class KeyValueCache(Cache):
     def gather(self, offsets: Tensor) -> None:
         """Moves the free rows at these ascending offsets [n] to the first n free positions.
 
-        So the rows of an accepted path stand one behind the other, ready to be kept, and no draft's
-        row is pending.
+        Then the accepted path's rows stand in sequence, ready for `KeptRows.advance`, and no row is
+        pending.
         """
         self.pending = 0
         destinations = self.kept.free[: offsets.shape[0]]
         sources = self.kept.free.index_select(0, offsets)
         for buffer in self._buffers:
-            # index_select copies, so a row may move to where another one is read
+            # index_select copies, so a row may move to a place from which another row is read.
             accepted = buffer.index_select(3, sources.to(buffer.device))
             buffer.index_copy_(3, destinations.to(buffer.device), accepted)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The width that transformers takes for the mask; see `KeptRows.visible`."""
+        """The width that transformers gives the mask; see `KeptRows.visible`."""
         return self.kept.visible.shape[0] + self.pending

@@ -1,5 +1,7 @@
-"""The decoder layer of draft heads, with Llama's parameter names: for training, and with merged
-weights for drafting."""
+"""The decoder layer of draft heads, with Llama's parameter names.
+
+`DecoderLayer` is for training; `HeadLayer` merges its weights for drafting.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from aerie.model.kv_cache import KeyValueCache
 from aerie.model.unrolled_attention import UnrollMemory
 
 ORIGINAL = "original_max_position_embeddings"
-# The scalings of RoPE whose table no length changes, with the keys that a head has of each.
+# RoPE scalings whose table does not depend on the text's length, and the keys that a head keeps.
 FIXED_SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
@@ -27,10 +29,11 @@ Memory = tuple[KeyValueCache, int] | UnrollMemory | None  # a cache with the lay
 
 
 def fixed_scaling(parameters: dict[str, Any], context: int | None) -> dict[str, Any] | None:
-    """A head's rope_scaling: of a configuration's RoPE, what makes a fixed table (None: plain).
+    """A head's rope_scaling, from the RoPE parameters of a configuration; None: plain RoPE.
 
-    Every value is spelt out that transformers would take from elsewhere in a configuration, and
-    none is left that a server would read otherwise (a part of each attention head, mrope).
+    It keeps only what makes a fixed table. It spells out values that transformers would take from
+    elsewhere in the configuration, and drops what servers would read differently (partial rotation,
+    mrope). context: max_position_embeddings.
     """
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in FIXED_SCALING:
@@ -67,7 +70,8 @@ class Rotary:
         rope_type = parameters["rope_type"]
         if rope_type not in ("default", *FIXED_SCALING):
             raise UserError(
-                f"rope_scaling: {rope_type!r}; heads have default, {' or '.join(FIXED_SCALING)}"
+                f"rope_scaling: rope_type {rope_type!r} is not supported; "
+                f"heads have default, {', '.join(FIXED_SCALING)}"
             )
         self.max_positions = config.max_position_embeddings
         llama = LlamaConfig(
@@ -88,7 +92,7 @@ class Rotary:
         if length > self.max_positions:
             raise UserError(
                 f"position {length - 1} is beyond the head's max_position_embeddings "
-                f"{self.max_positions}; train it with a larger one"
+                f"{self.max_positions}; train the head with a larger value"
             )
         cos, sin = self.table(length, like)
         return cos[positions].unsqueeze(-3), sin[positions].unsqueeze(-3)
@@ -98,7 +102,7 @@ class Rotary:
         known = self._table[0]
         if len(known) >= length and known.device == like.device and known.dtype == like.dtype:
             return self._table
-        # a power of two: a growing text makes the table anew only when its length doubles
+        # a power of two: for a growing text, the table is made only when the length doubles
         rows = max(256, 2 ** math.ceil(math.log2(max(length, 1))))
         positions = torch.arange(rows, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies)  # [rows, head_dim / 2]
@@ -110,20 +114,19 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [..., heads, T, head_dim] (Su et al., arXiv 2104.09864, equation 34; halves as in
-    Llama)."""
+    """RoPE of x [..., heads, T, head_dim] (arXiv 2104.09864, equation 34; halves as in Llama)."""
     return x * cos + rotate_half(x) * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory) -> Tensor:
-    """Attention [B, T, H * hd] of rotated q [B, H, T, hd], rotated k and v [B, KV, T, hd]; mask
-    None: causal.
+    """Attention [B, T, H * hd] of q [B, H, T, hd] and k [B, KV, T, hd], both rotated, and v.
 
-    With an UnrollMemory, one unroll step; the queries are those of its `query_rows`.
+    mask None: causal. memory: a cache adds its rows to k and v. An UnrollMemory makes this one
+    unroll step, with queries at its `query_rows`.
     """
     if isinstance(memory, UnrollMemory):
         return memory.attend(q, k, v)
-    is_causal = mask is None and memory is None  # a cache and no mask: one slot, which sees all
+    is_causal = mask is None and memory is None  # with a cache and no mask, one slot sees all rows
     if memory is not None:
         cache, layer = memory
         k, v = cache.update(k, v, layer)
@@ -135,7 +138,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, memory: Memory)
 
 
 class Projections(NamedTuple):
-    """What attention takes."""
+    """The inputs of attention."""
 
     queries: Tensor  # [B, H, n, hd], rotated
     keys: Tensor  # [B, KV, T, hd], rotated
@@ -161,7 +164,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor, rope: Rope, query_rows: Tensor | None = None) -> Projections:
-        """Projects x [B, T, inputs]; query_rows are the rows that have queries (None: all)."""
+        """Projects x [B, T, inputs]; query_rows: the rows that need queries (None: all)."""
         rows = slice(None) if query_rows is None else query_rows
         q = self.by_head(self.q_proj(x[:, rows]))
         k = self.by_head(self.k_proj(x))
@@ -178,9 +181,12 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer whose attention reads the "normed" state, as Llama's, the "raw" one
-    (EAGLE-1's first layer), or the "pair" [normed embedding; normed feature] (EAGLE-3's first
-    layer)."""
+    """A pre-norm decoder layer. What its attention reads:
+
+    normed   the normed state, as in Llama
+    raw      the state itself (EAGLE-1's first layer)
+    pair     [normed embedding; normed feature] (EAGLE-3's first layer)
+    """
 
     def __init__(
         self,
@@ -236,16 +242,20 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None = None,
         memory: Memory = None,
     ) -> Tensor:
-        """Outputs [B, T, D] of x [B, T, D]; only a pair reads embedded [B, T, D]; mask and memory
-        as in attend."""
+        """Outputs [B, T, D] of x [B, T, D]. Only a pair reads embedded [B, T, D].
+
+        mask and memory: see `attend`.
+        """
         query_rows = memory.query_rows if isinstance(memory, UnrollMemory) else None
         residual, projections = self.before(x, embedded, rope, query_rows)
         return self.after(residual, attend(*projections, mask, memory))
 
 
 class HeadLayer:
-    """A decoder layer for drafting. Projections that read the same input are one matrix product; a
-    module's parameters become views of the merged weights, so that no weight is stored twice."""
+    """A decoder layer for drafting: projections that read the same input are one matrix product.
+
+    The module's parameters become views of the merged weights, so no weight is stored twice.
+    """
 
     def __init__(self, layer: DecoderLayer) -> None:
         attention, norm = layer.self_attn, layer.post_attention_layernorm
@@ -268,15 +278,14 @@ class HeadLayer:
     def __call__(
         self, x: Tensor, embedded: Tensor, rope: Rope, mask: Tensor, memory: Memory
     ) -> Tensor:
-        """Outputs [n, D] of x [n, D]; the additive mask [1, 1, n, S] is over the cache's rows and
-        the n slots."""
+        """Outputs [n, D] of x [n, D]; the additive mask is [1, 1, n, cached rows + n]."""
         reading, residual = self.read(x, embedded)
         qkv = self._by_head(F.linear(reading, self.qkv, self.qkv_bias))  # [1, H + 2 KV, n, hd]
         qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        # queries and keys are rotated as one tensor
+        # One product rotates queries and keys.
         q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=1)
         x = residual + F.linear(attend(q, k, v, mask, memory)[0], self.out)
         gate, up = F.linear(F.rms_norm(x, *self.norm), self.gate_up).chunk(2, dim=-1)
@@ -297,7 +306,7 @@ class HeadLayer:
 
 @torch.no_grad()
 def _merged(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor with these below each other; each parameter becomes a view of it."""
+    """The parameters, stacked in one tensor; each becomes a view of it."""
     merged = torch.cat([parameter.detach() for parameter in parameters])
     lengths = [len(parameter) for parameter in parameters]
     for parameter, part in zip(parameters, merged.split(lengths), strict=True):

@@ -1,5 +1,7 @@
-"""python model/main.py inspect|convert|push HEAD: look at a head, write it in another layout, ship
-it to the Hub."""
+"""Inspects a head, converts it to another layout, or pushes it to the Hub.
+
+python model/main.py inspect|convert|push HEAD
+"""
 
 import sys
 from pathlib import Path
@@ -37,12 +39,12 @@ def parser() -> argparse.ArgumentParser:
             "--target", type=expanduser, required=name == "convert", help="a directory or a Hub id"
         )
         command.add_argument(
-            "--after-blocks", type=taps, help="taps of a head that names none, as 2,16,29"
+            "--after-blocks", type=taps, help="taps of a head whose files name none, as 2,16,29"
         )
         return command
 
-    inspect = add("inspect", "what a head's files hold, and whether it fits")
-    inspect.add_argument("--json", action="store_true", help="for tools")
+    inspect = add("inspect", "show what a head's files hold, and whether the head fits")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     convert = add("convert", "write a head for vLLM, SGLang or SafeAILab's code")
     convert.add_argument(
         "--to",
@@ -51,26 +53,34 @@ def parser() -> argparse.ArgumentParser:
         help="the layout (vllm: the one that vLLM loads)",
     )
     convert.add_argument("--out", required=True, type=user_path, help="the directory to write")
-    convert.add_argument("--target-name", help="what servers load, if not --target")
+    convert.add_argument("--target-name", help="the target that servers load (default: --target)")
     convert.add_argument(
-        "--any-target", action="store_true", help="allow a target with other weights"
+        "--any-target",
+        action="store_true",
+        help="accept a target with other weights than the head's own",
     )
-    convert.add_argument("--overwrite", action="store_true", help="replace what is in --out")
+    convert.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier export in --out"
+    )
     push = add("push", "ship a head to the Hub, with a card from its run's reports")
     push.add_argument("--repo", required=True, help="user/name")
     push.add_argument(
         "--run", type=user_path, help="the run with its reports (default: the head's own)"
     )
     push.add_argument("--target-name", help="the target's Hub id, in place of a local path")
-    push.add_argument("--license", help="as the Hub spells it (apache-2.0)")
-    push.add_argument("--private", action="store_true", help="refused if the repository is public")
+    push.add_argument("--license", help="the head's licence, as the Hub spells it (apache-2.0)")
+    push.add_argument(
+        "--private", action="store_true", help="make the repository private; refuse a public one"
+    )
     push.add_argument("--revision", help="the branch (default: main)")
-    push.add_argument("--dry-run", action="store_true", help="print what would go, and stop")
+    push.add_argument("--dry-run", action="store_true", help="print what would be pushed, and stop")
     push.add_argument(
         "--without-results", action="store_true", help="push although nothing was measured"
     )
     push.add_argument(
-        "--uncommitted", action="store_true", help="push although the tree was not committed"
+        "--uncommitted",
+        action="store_true",
+        help="push although the checkout has uncommitted changes",
     )
     return top
 
@@ -92,7 +102,7 @@ def main() -> int:
 
 
 def taps(text: str) -> tuple[int, ...]:
-    """ValueError, which argparse explains, unless the numbers ascend."""
+    """The numbers of 2,16,29; ValueError, which argparse explains, unless they ascend."""
     return require_ascending(tuple(map(int, text.split(","))))
 
 
@@ -114,13 +124,12 @@ def convert(arguments: argparse.Namespace) -> int:
         arguments.head, to, out, arguments.target, arguments.after_blocks, arguments.any_target
     )
     print("".join(f"note: {note}\n" for note in notes), end="")
-    print(f"convert: {layout} -> {to}: {out}, read back and equal bit for bit")
+    print(f"convert: {layout} -> {to}: {out} (read back: equal bit for bit)")
     return 0
 
 
 def _require_replaceable(out: Path, overwrite: bool) -> None:
-    """UserError for a directory with files, unless they are an earlier export's and may be
-    replaced."""
+    """UserError for a directory with files, unless they are an earlier export to overwrite."""
     from aerie.model.formats.content import nested
 
     files = list(out.glob("*"))
@@ -128,9 +137,11 @@ def _require_replaceable(out: Path, overwrite: bool) -> None:
         return
     values = read_json(out / CONFIG) if out / CONFIG in files else {}
     if "exported_from" not in nested(values, "aerie") or any(path.is_dir() for path in files):
-        raise UserError(f"--out {out}: not empty; it is no earlier export; name a new directory")
+        raise UserError(
+            f"--out {out}: not empty, and it is no earlier export; name a new directory"
+        )
     if not overwrite:
-        raise UserError(f"--out {out}: not empty; replace it with --overwrite")
+        raise UserError(f"--out {out}: holds an earlier export; replace it with --overwrite")
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -141,7 +152,7 @@ def push(arguments: argparse.Namespace) -> int:
 
     repo, revision = arguments.repo, arguments.revision
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
-        raise UserError(f"--repo {repo}: no repository name; it looks like user/name")
+        raise UserError(f"--repo {repo}: is no repository name; give user/name")
     head = inspect_head(arguments.head, arguments.target, arguments.after_blocks)
     allowed = [name for name in ("without_results", "uncommitted") if getattr(arguments, name)]
     where = repo if revision is None else f"{repo}@{revision}"

@@ -1,4 +1,4 @@
-"""A target of a given kind with small sizes and random weights, to try what its code does."""
+"""Makes a target of any kind with small sizes and random weights, to try what its code does."""
 
 from contextlib import suppress
 from inspect import getattr_static
@@ -11,8 +11,8 @@ from aerie.configs.read import read_yaml
 from aerie.configs.schema.heads import TargetConfig
 from aerie.model.target import Target, auto_class, context_of
 
-PARAMETERS = 8_000_000  # at most
-SHORT = 16  # tokens of a prompt
+PARAMETERS = 8_000_000  # the most that a miniature has
+SHORT = 16  # tokens of a short prompt
 SPEED = {"cpu": 2e10, "cuda": 1e15}  # operations a second (assumed)
 TABLE = read_yaml(Path(__file__).with_name("miniature.yaml"))[0]
 SMALL = {name: int(size) for size, names in TABLE["sizes"].items() for name in names.split()}
@@ -21,17 +21,19 @@ PARTS = ("text_config", "decoder", "vision_config", "audio_config")
 
 
 def miniature(config: Any, recipe: TargetConfig) -> Target | None:
-    """A small target; None if its kind cannot be made so small; UserError if it is no target at
-    any size."""
+    """A small target; None if its kind cannot be made so small.
+
+    UserError if the kind is no target at any size.
+    """
     try:
         model = small_model(config)
-    except Exception:  # its sizes depend on each other in a way of their own
+    except Exception:  # its sizes depend on each other in a way that TABLE does not know
         return None
     return Target(model, recipe)
 
 
 def small_model(config: Any, **changes: Any) -> Any:
-    """Raises whatever transformers raises if the sizes do not fit each other."""
+    """A small model; raises whatever transformers raises if the sizes do not fit each other."""
     usual = type(config)().to_dict()
     special = {name: value for name, value in config.to_dict().items() if usual.get(name) != value}
     of_kind = TABLE["own"].get(config.model_type, {})
@@ -59,12 +61,12 @@ def _sizes(config: Any) -> dict[str, Any]:
         values |= {"num_key_value_heads": 4, "head_dim": 4}
     rope = _value(config, "rope_parameters") or {}
     if "long_factor" in rope:
-        # LongRoPE: a factor per rotated pair, and a switch length that texts reach
+        # LongRoPE: a factor for each rotated pair, and a switch that short texts reach
         pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         factors = {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
         switch = {"original_max_position_embeddings": 28}
         values |= {"rope_parameters": rope | factors | switch, **switch}
-    if "mrope_section" in rope:  # the pairs that turn by time, height and width
+    if "mrope_section" in rope:  # how many pairs turn by time, height and width
         pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         sections = [pairs // 2, pairs // 4, pairs - pairs // 2 - pairs // 4]
         values |= {"rope_parameters": rope | {"mrope_section": sections}}
@@ -80,18 +82,20 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _value(config: Any, name: str) -> Any:
-    """The value of a key; None if it follows from others."""
+    """The value of a key; None if other keys decide it."""
     spelling = getattr(config, "attribute_map", {}).get(name, name)
     attribute = getattr_static(config, spelling, None)
     if isinstance(attribute, property) and attribute.fset is None:
         return None
-    with suppress(Exception):  # values by layer are no attributes
+    with suppress(Exception):  # a key with values by layer is no attribute
         return getattr(config, name, None)
 
 
 def lengths_to_check(target: Target) -> dict[int, float]:
-    """{length: seconds} of a short text and one near each limit of the configuration; about what a
-    check takes."""
+    """{length: seconds} of a short text and of one near each limit of the configuration.
+
+    The seconds are a guess of what a check takes.
+    """
     room = (context_of(target.config) or 2**31) - 8
     lengths = {min(SHORT, room), (target.rope_switch or 2**31) + 8}
     lengths |= {limit - 2 for limit in _windows(target.config.to_dict())}
@@ -101,7 +105,7 @@ def lengths_to_check(target: Target) -> dict[int, float]:
 
 
 def _windows(values: dict[str, object]) -> set[int]:
-    """The lengths that a configuration gives windows and chunks."""
+    """The lengths of windows and chunks in a configuration."""
     lengths: set[int] = set()
     for key, value in values.items():
         if isinstance(value, dict):

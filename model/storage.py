@@ -1,5 +1,7 @@
-"""Files that are whole or absent, and the Manifest that says so; without torch, whose import is
-slow."""
+"""Writes files that are whole or absent, and the Manifest that says which.
+
+It does not import torch, which would be slow.
+"""
 
 import errno
 import fcntl
@@ -36,18 +38,19 @@ REFUSED = (
     errno.EEXIST,
     errno.ENAMETOOLONG,
 )
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems
-# of directories of some network file systems
+# errors of file systems without locks
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+# errors of network file systems that cannot sync a directory
 WITHOUT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-# how torch.save names a full disk
+# words with which torch.save reports a full disk
 TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
-OF_DIGESTS = re.compile(r": [0-9a-f]{16,} there|, [0-9a-f]{16,} asked")
+OF_DIGESTS = re.compile(r": [0-9a-f]{16,} before|, [0-9a-f]{16,} now")
 TEMPORARY = re.compile(r"\..+[.-][0-9a-f]{8}\.tmp")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns the error of a full disk, a missing place or permission into NotWritable."""
+    """Turns errors of a full disk, a missing place or a missing permission into NotWritable."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -55,7 +58,7 @@ def explained(path: Path) -> Iterator[None]:
         if number in FULL:
             fix = "free some space"
         elif number in REFUSED:
-            fix = "choose another --run or --out, or change its permissions"
+            fix = "choose another --run or --out, or change the permissions"
         else:
             raise
         reason = os.strerror(number)
@@ -72,14 +75,14 @@ def _error_number(error: Exception) -> int:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write with a temporary path that then takes path's place."""
+    """Calls `write` with a temporary path, whose file then replaces the one at `path`."""
     with explained(path):
-        # a pipe, a link or /dev/stdout would be replaced by a file
+        # A pipe or /dev/stdout must not be replaced by a file.
         is_device = path.absolute().parts[1] in ("dev", "proc")
         if path.exists() and (is_device or not path.is_file()):
-            raise NotWritable(f"{path}: is no regular file; name a file, or a new one")
+            raise NotWritable(f"{path}: is no regular file; name a file, or a new path")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # `remove_temporaries` knows this form
+        # `remove_temporaries` knows this form of names.
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
             write(temporary)
@@ -105,11 +108,11 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
+        raise UserError(f"{path}: is not JSON ({error})") from error
 
 
 def plainly(value: Any, nothing: str = "none") -> str:
-    """The value for people: yes, no or nothing; numbers with at most four decimals."""
+    """The value as people read it: yes, no, `nothing`, or a number with at most four decimals."""
     if value is None:
         return nothing
     if isinstance(value, bool):
@@ -123,8 +126,10 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) -> Iterator[Path]:
-    """Yields a temporary directory that becomes path unless the block raises; barrier: where all
-    ranks call this."""
+    """Yields a temporary directory that becomes `path` unless the block raises.
+
+    barrier: waits for all ranks, if all ranks call this.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     old = path.with_name(f".{path.name}.old")
     is_first = barrier is None or rank() == 0
@@ -134,9 +139,9 @@ def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) 
             if is_first:
                 remove_tree(temporary)
                 temporary.mkdir(parents=True)
-            wait()  # the directory is there
+            wait()  # the directory exists
             yield temporary
-            wait()  # all have written
+            wait()  # all ranks have written
             if is_first:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
@@ -157,7 +162,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_temporaries(directory: Path) -> None:
-    """Removes what killed processes left; nobody else may be writing there."""
+    """Removes what killed processes left; no other process may be writing there."""
     for path in [*directory.glob(".*.tmp"), *directory.glob(".*.old")]:
         if path.is_dir():
             remove_tree(path)
@@ -183,7 +188,7 @@ class Lock(AbstractContextManager["Lock"]):
         self.file = path.open("ab")
 
     def acquire(self, shared: bool = False, wait: bool = True) -> bool | Literal["unknown"]:
-        """Whether this process has it now; "unknown" (truthy) if the file system has no locks."""
+        """Whether this process has the lock; "unknown" (truthy) if the file system has no locks."""
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         mode |= 0 if wait else fcntl.LOCK_NB
         while True:
@@ -198,7 +203,7 @@ class Lock(AbstractContextManager["Lock"]):
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
                     return True
-            self.file.close()  # removed or replaced before it was locked here
+            self.file.close()  # another process removed or replaced the file before this lock
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("ab")
 
@@ -207,7 +212,7 @@ class Lock(AbstractContextManager["Lock"]):
 
 
 def working_alone(directory: Path, doing: str) -> Lock:
-    """The directory's lock; UserError where another process has it."""
+    """The directory's lock; UserError if another process has it."""
     with explained(directory):
         lock = Lock(directory / ".lock")
     held = lock.acquire(wait=False)
@@ -216,13 +221,13 @@ def working_alone(directory: Path, doing: str) -> Lock:
             f"{directory}: another process is {doing} there; wait, or choose another --run"
         )
     if held == "unknown":
-        warn(f"{directory}: this file system knows no locks: start no second {doing} there")
+        warn(f"{directory}: its file system has no locks; start no other process {doing} there")
     return lock
 
 
 FILE, CALIBRATOR, CHOICES = "provenance.json", "calibrator.json", "choices.yaml"
-LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished: no part of it
-DIAGNOSIS = "diagnose.json"  # of `aerie diagnose`, in a run
+LATER = (FILE, CALIBRATOR, CHOICES)  # written after an output is finished, so no part of it
+DIAGNOSIS = "diagnose.json"  # what `aerie diagnose` writes into a run
 PACKAGES = "torch transformers accelerate deepspeed datasets safetensors tokenizers".split()
 
 
@@ -241,7 +246,7 @@ def file_digest(path: Path, digits: int = 16) -> str:
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """The user's folder for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "aerie"
 
 
@@ -252,7 +257,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Damaged:
-    """The first file, or the manifest, that is missing or changed."""
+    """The first file that is missing or changed; it may be the manifest."""
 
     path: Path
     why: str
@@ -264,17 +269,17 @@ class Damaged:
 @dataclass(frozen=True)
 class Foreign:
     manifest: "Manifest"
-    differences: str  # from the function below
+    differences: str  # what the function `differences` gives
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a directory holds and was made from; written last, as a mark that it is complete."""
+    """What a directory holds and was made from; written last, to mark the directory as complete."""
 
-    # size and digest by relative name
+    # by relative name: the size in bytes, and the digest
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)  # all that decides the files' content
-    facts: dict[str, Any] = field(default_factory=dict)  # what else a reader may want
+    facts: dict[str, Any] = field(default_factory=dict)  # what else may interest a reader
 
     @classmethod
     def of(
@@ -321,7 +326,10 @@ class Manifest:
         content: bool = True,
         name: str = FILE,
     ) -> Whole | Damaged | Foreign:
-        """Whether the listed files are there, made from inputs (None: any)."""
+        """Whether all listed files are there, and were made from these inputs (None: any).
+
+        content: also compares the files' digests, not only their sizes.
+        """
         try:
             manifest = cls.read(directory, name)
         except UserError as error:
@@ -344,8 +352,7 @@ class Manifest:
 
 @dataclass
 class Stage:
-    """A step between two directories, such as train or bench; its output's manifest holds the
-    inputs."""
+    """A step that writes one directory, such as train or bench; its manifest records the inputs."""
 
     name: str
     output: Path
@@ -357,6 +364,7 @@ class Stage:
         return isinstance(Manifest.check(self.output, self.inputs), Whole)
 
     def require_own_directory(self, overwrite: bool) -> None:
+        """UserError if the output holds something else or is damaged, unless it is overwritten."""
         if overwrite or not (self.output / FILE).is_file():
             return
         match Manifest.check(self.output, self.inputs):
@@ -366,7 +374,7 @@ class Stage:
                 stage = manifest.facts.get("stage", "output")
                 raise UserError(f"{self.output}: holds another {stage} ({changed}); {fix}")
             case Damaged() as damaged:
-                raise UserError(f"{damaged}; write it anew with --overwrite")
+                raise UserError(f"{damaged}; write it again with --overwrite")
 
     def finish(self, **facts: Any) -> dict[str, Any]:
         """Writes provenance.json, and returns it."""
@@ -390,8 +398,10 @@ def sound_record(directory: Path) -> dict[str, Any]:
 
 
 def differences(recorded: dict[str, Any], current: dict[str, Any]) -> str:
-    """'key: 1 there, 2 asked' for at most three keys that differ; target.path comes first, digests
-    last."""
+    """'key: 1 before, 2 now' for at most three keys that differ.
+
+    target.path comes first, digests last.
+    """
     rows = sorted(
         dict.fromkeys(_differing(recorded, current, "")),
         key=lambda row: (not row.startswith("target.path:"), bool(OF_DIGESTS.search(row))),
@@ -413,15 +423,15 @@ def _differing(recorded: Any, current: Any, key: str) -> list[str]:
     if are_lists and any(isinstance(entry, dict) for entry in [*recorded, *current]):
         return _differing(dict(enumerate(recorded)), dict(enumerate(current)), key)
     if key == "date" or key.endswith(".date"):
-        # What was made of a template without a date is of any date.
+        # An output made with a template that writes no date fits any date.
         return [date_change(recorded, current)] if recorded else []
     if key.endswith("after_blocks"):
         key += " (null: those of head.kind)"
-    return [f"{key}: {recorded!s:.40} there, {current!s:.40} asked"]
+    return [f"{key}: {recorded!s:.40} before, {current!s:.40} now"]
 
 
 def date_change(before: Any, now: Any) -> str:
-    """A sentence for a reader about two dates (None: not known)."""
+    """A sentence about two dates that differ (None: not known)."""
     return (
         f"the date that the template writes was {before or 'not recorded'}, "
         f"is {now or 'not known'} (data.date)"
@@ -452,7 +462,7 @@ def is_dirty() -> bool | None:
 
 
 def _git(*arguments: str) -> str | None:
-    if not (ROOT / ".git").exists():  # an installed package may lie in the user's own repository
+    if not (ROOT / ".git").exists():  # an installed package may stand in the user's own repository
         return None
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
@@ -462,19 +472,21 @@ def _git(*arguments: str) -> str | None:
 
 
 def write_status(path: Path, stage: str, state: str, code: int = 0) -> None:
-    """`status.json` for scripts; only rank 0 writes."""
+    """Writes `status.json`, which is for scripts; only rank 0 writes."""
     if rank() == 0:
         write_json(path, {"stage": stage, "state": state, "code": code})
 
 
 @contextmanager
 def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
-    """Keeps status.json: running, then how the stage ended (what the block puts into the dict, or
-    its failure)."""
+    """Keeps status.json: running, then how the stage ended.
+
+    The block may put its end into the dict; an exception is a failure.
+    """
     write_status(path, stage, "running")
     ended: dict[str, Any] = {"state": "done", "code": 0}
     try:
-        # a lock tells a running stage from a killed one
+        # The lock tells a running stage from a killed one.
         with Lock(path.with_name(f".{path.name}.lock")) as lock:
             lock.acquire(wait=False)
             yield ended
@@ -491,7 +503,7 @@ def status_file(path: Path, stage: str) -> Iterator[dict[str, Any]]:
 
 
 def _ending(error: BaseException) -> tuple[str, int]:
-    """The state and the exit code of a stage that ended so."""
+    """The state and the exit code of a stage that this exception ended."""
     if isinstance(error, Requeued):
         return "requeue", REQUEUE
     if isinstance(error, KeyboardInterrupt):
@@ -501,7 +513,7 @@ def _ending(error: BaseException) -> tuple[str, int]:
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 MULTI_TOKEN = ("medusa_lm_head.pt", "hydra_lm_head.pt")  # the published names
-# of several files the first one is read
+# If a directory has several of these files, the first one is read.
 TARGET_WEIGHTS = (WEIGHTS, f"{WEIGHTS}.index.json", PICKLE, f"{PICKLE}.index.json")
 HEAD_WEIGHTS = (*TARGET_WEIGHTS, *MULTI_TOKEN)
 SHIPPED_TEMPLATE = "configs/templates/vicuna.jinja"
@@ -513,14 +525,16 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor; UserError if an index names none, or one in another folder."""
+    """The file of each tensor; UserError if the index names none, or one in another folder."""
     values = read_json(index)
     files = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(files, dict):
-        raise UserError(f"{index}: has no weight_map from tensors to files; fetch it anew")
+        raise UserError(f"{index}: has no weight_map from tensors to files; fetch it again")
     outside = [name for name in files.values() if Path(name).name != name]
     if outside:
-        raise UserError(f"{index}: names {outside[0]!r}, which is no file beside it; fetch it anew")
+        raise UserError(
+            f"{index}: names {outside[0]!r}, which is no file beside it; fetch it again"
+        )
     return files
 
 
@@ -534,11 +548,11 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def template_path(path: str) -> Path:
-    """The file of target.chat_template, from the working directory or the checkout."""
+    """The file of target.chat_template, looked for in the working directory and the checkout."""
     for file in (Path(path).expanduser(), ROOT / path):
         if file.is_file():
             read_text(file)  # UserError for a file that is no text
             return file
     raise UserError(
-        f"target.chat_template: {path}: no such file; {SHIPPED_TEMPLATE} ships for Vicuna"
+        f"target.chat_template: {path}: no such file; for Vicuna, name {SHIPPED_TEMPLATE}"
     )

@@ -1,5 +1,7 @@
-"""The target: any stock `AutoModelForCausalLM`, or the text part of a model that also reads images
-or sound, asked for features and logits."""
+"""The target: a stock causal LM, or the text part of a model that also reads images or sound.
+
+It gives features, logits, and the weights that heads share.
+"""
 
 import os
 import sys
@@ -40,15 +42,15 @@ from aerie.model.storage import (
     weight_map,
 )
 
-# bytes: loading a larger target is announced; parameters: a larger one is checked once
-# (decode/check.py)
+# Loading a target of more bytes is announced. The check of a target of more parameters is kept
+# (infer/decode/check.py).
 LARGE = 10**8
-# of `difference`; narrower dtypes: 0.25
+# what `Target.difference` tolerates; narrower dtypes: 0.25
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}
 # The keys of config.json that scale a target's logits, before a softcap.
 FACTORS = ("logit_scale", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-# transformers' models of them leave out their text part's scale
+# Kinds whose models in transformers leave out the scale of their text part.
 WITHOUT_THE_SCALE = ("aya_vision", "cohere2_vision")
 
 
@@ -59,13 +61,13 @@ class VocabWeights:
     embedding: Tensor  # [V, D]
     lm_head: Tensor  # [V, D]
     bias: Tensor | None  # [V]
-    scale: float  # a factor (Cohere's logit_scale, 1 / Granite's logits_scaling)
+    scale: float  # a factor of logits (Cohere's logit_scale, 1 / Granite's logits_scaling)
     softcap: float | None  # cap * tanh(logits / cap) (Gemma)
-    # [D], of the RMS norm that makes last_hidden; only where a recipe starts a head with it
+    # [D] the weight of the RMS norm that makes last_hidden; only if a recipe starts a head with it
     final_norm: Tensor | None = None
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Logits [..., V or rows] of states [..., D] after the final norm."""
+        """Logits [..., V], or only those of `rows`, from states [..., D] after the final norm."""
         rows = slice(None) if rows is None else rows
         weight = self.lm_head[rows]
         bias = None if self.bias is None else self.bias[rows]
@@ -115,7 +117,7 @@ class Target:
 
     @torch.inference_mode()
     def _keep_the_text_part(self) -> None:
-        """Frees what reads images or sound; logits are those of decoder and LM head, as checked."""
+        """Frees what reads images or sound: decoder and LM head alone make the logits."""
         needed = {self.decoder, self.model.get_output_embeddings()}
         freed: list[tuple[nn.Module, str, nn.Module]] = []
         parents: list[nn.Module] = [self.model]
@@ -131,12 +133,12 @@ class Target:
             setattr(parent, name, nn.Module())  # to call it is an error
         try:
             self.model(input_ids=torch.ones(1, 2, dtype=torch.long, device=self.device))
-        except Exception:  # Gemma-3n's forward asks them about text, too
+        except Exception:  # Gemma-3n's forward calls these parts for text, too
             for parent, name, child in freed:
                 setattr(parent, name, child)
 
     def _check_logits(self) -> None:
-        """UserError where the LM head on last_hidden does not give the model's own logits."""
+        """UserError if the LM head on last_hidden does not give the model's own logits."""
         name = f"{self.recipe.path}: {family(self.model)}"
         ids = torch.arange(1, 5, device=self.device)[None]  # [1, 4]
         try:
@@ -146,7 +148,7 @@ class Target:
         except Exception as error:  # a model that is no plain causal LM may raise anything
             raise UserError(f"{name} gives no logits: {first_line(error)}") from error
         difference = (expected - logits).abs().max().item()
-        # written so that it also refuses logits that are not finite
+        # `not <=` also refuses logits that are not finite
         if not difference <= 1e-3 * max(1.0, expected.abs().max().item()):
             raise UserError(
                 f"{name}: its logits differ from the LM head's by {difference:.2g} (nan: broken "
@@ -155,8 +157,8 @@ class Target:
 
     @classmethod
     def load(cls, config: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        # "output_loading_info" and "ignore_mismatched_sizes": info then has weights of other
-        # shapes, too
+        """The target on a device, or spread by config.device_map; UserError if it does not load."""
+        # With the last two settings, the loading info also lists weights of other shapes.
         arguments = {
             "dtype": config.dtype,
             **_source(config),
@@ -172,7 +174,9 @@ class Target:
         size = weights_size(config)
         if size >= LARGE and rank() == 0:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
-        end_ids = target_end_ids(config)  # transformers ignores a damaged generation_config.json
+        end_ids = target_end_ids(
+            config
+        )  # refuses a damaged generation_config.json, which transformers ignores
         with _readable(config, "load the target"):
             model, info = auto_class(hf_config).from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)
@@ -197,7 +201,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """The device of the LM head and the draft head."""
+        """The device of the LM head, which is also the draft head's."""
         return self.vocab.lm_head.device
 
     def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
@@ -205,28 +209,32 @@ class Target:
 
     @torch.inference_mode()
     def features(self, input_ids: Tensor, after_blocks: tuple[int, ...] = ()) -> TargetOutput:
-        """One forward over right-padded input_ids [B, T]; after_blocks index transformers'
-        hidden_states."""
-        # No mask: causal attention never sees what is on its right. Only the states with these
-        # numbers are kept.
+        """One forward over right-padded input_ids [B, T].
+
+        after_blocks: the taps, as indices of transformers' hidden_states.
+        """
+        # No mask: causal attention never sees the padding on its right. transformers keeps only the
+        # states of these blocks.
         out = self.decoder(
             input_ids=input_ids, use_cache=False, output_hidden_states=[*after_blocks]
         )
-        # blocks may be on other devices
+        # The blocks may be on other devices.
         taps = [out.hidden_states[k].to(self.device) for k in after_blocks]
         return TargetOutput(
             out.last_hidden_state.to(self.device), torch.cat(taps, dim=-1) if taps else None
         )
 
     def difference(self, logits: Tensor, expected: Tensor) -> float | None:
-        """How far logits [..., V] are apart (relative root mean square); None if within the
-        dtype's rounding."""
+        """How far logits [..., V] are from expected ones; None: within the dtype's rounding.
+
+        The measure is the root mean square error, relative to the expected logits' deviation.
+        """
         logits = logits.float()
         expected = expected.float().to(logits.device)
         errors = (logits - expected).square().mean(-1).sqrt()  # [...]
         errors = errors / expected.std(-1).clamp_min(1e-9)
-        # In a narrow dtype a router may choose differently at single tokens: the median ignores
-        # them.
+        # In a narrow dtype a router may choose other experts at single tokens. The median ignores
+        # these.
         is_exact = self.dtype in (torch.float32, torch.float64)
         error = float(errors.max() if is_exact else errors.median())
         return None if error <= TOLERANCE.get(self.dtype, 0.25) else error
@@ -236,8 +244,10 @@ class Target:
 
 
 def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """UserError for weights that are missing, misshapen or would be misread; a warning for others
-    that are not read."""
+    """UserError for weights that are missing, misshapen or misread; warns of unread ones.
+
+    info: the loading info of transformers' from_pretrained.
+    """
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     for name, shape, expected in sorted(info["mismatched_keys"]):
         wrong.append(f"{name} is {[*shape]}, not {[*expected]}")
@@ -255,12 +265,12 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
     if wrong:
         others = f" and {len(wrong) - 3:,} more" if len(wrong) > 3 else ""
         raise UserError(
-            f"{path}: its weights and its config.json do not fit: {', '.join(wrong[:3])}{others}; "
-            "fetch both anew, or mend config.json"
+            f"{path}: its weights do not fit its config.json: {', '.join(wrong[:3])}{others}; "
+            "fetch both again, or mend config.json"
         )
     if unread:
         warn(
-            f"{path}: {len(unread):,} weights of its files are not read: "
+            f"{path}: transformers does not read {len(unread):,} weights of its files: "
             f"{unread[0]} has no place in {type(model).__name__}"
         )
 
@@ -270,6 +280,7 @@ def family(model: Any) -> str:
 
 
 def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The LM head's outputs after the target's scale and softcap."""
     if scale != 1.0:
         out = out * scale
     return out if softcap is None else torch.tanh(out / softcap) * softcap
@@ -300,7 +311,7 @@ def weights_size(config: TargetConfig) -> int:
     if directory.is_dir():
         files = [*directory.glob("model*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
         return sum(file.stat().st_size for file in files)
-    with suppress(OSError):  # fails for several files
+    with suppress(OSError):  # fails if the weights are several files
         return int(hf_hub_download(config.path, WEIGHTS, revision=revision, dry_run=True).file_size)
     with suppress(OSError, UserError, LookupError):
         index = hf_hub_download(config.path, f"{WEIGHTS}.index.json", revision=revision)
@@ -309,12 +320,13 @@ def weights_size(config: TargetConfig) -> int:
 
 
 def load_config(config: TargetConfig) -> Any:
+    """transformers' configuration; UserError also if a local target's weights are missing."""
     quieten()
     with _readable(config, "read the target's configuration"):
         hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
         for part in (hf_config, hf_config.get_text_config()):
             settings = getattr(part, "quantization_config", None)
-            # transformers skips a method that it does not know
+            # transformers skips a quantisation that it does not know.
             if isinstance(settings, dict) and not AutoHfQuantizer.supports_quant_method(settings):
                 raise ValueError(
                     f"quantization_config: quant_method {settings.get('quant_method')!r} "
@@ -322,7 +334,7 @@ def load_config(config: TargetConfig) -> Any:
                 )
     if not Path(config.path).is_dir():
         return hf_config
-    # a local target has its weights, and no truncated file
+    # A local target must have weights, and no truncated file.
     names, _ = weight_files(config)
     if not names:
         raise UserError(
@@ -336,7 +348,7 @@ def load_config(config: TargetConfig) -> Any:
 
 
 def auto_class(hf_config: Any) -> Any:
-    """What builds the model: as a causal LM, else as one that also reads images or sound."""
+    """The class that builds the model: a causal LM, else one that also reads images or sound."""
     kind = type(hf_config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(hf_config, "auto_map", None):
         return AutoModelForCausalLM
@@ -370,8 +382,10 @@ def context_of(text_config: Any) -> int | None:
 
 
 def rope_switch(text_config: Any) -> int | None:
-    """LongRoPE's switch: a forward that reaches this position rotates all its rows by other
-    factors; else None."""
+    """The position of LongRoPE's switch; None: the target has no LongRoPE.
+
+    A forward that reaches this position rotates all its rows by other factors.
+    """
     parameters = getattr(text_config, "rope_parameters", None) or {}
     for part in (parameters, *parameters.values()):
         if isinstance(part, dict) and part.get("rope_type") == "longrope":
@@ -400,8 +414,7 @@ def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
 
 
 def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
-    """The names of the files that transformers reads, and each tensor's shard, if there are
-    shards."""
+    """The names of the files that transformers reads, and of each tensor's shard, if any."""
     with _readable(config, "find the weights"):
         for name in TARGET_WEIGHTS:
             path = _file(config, name)
@@ -416,7 +429,7 @@ def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
 def _file(config: TargetConfig, name: str) -> Path | None:
     local = Path(config.path, name)
     if os.path.lexists(local) and not local.is_file():
-        raise UserError(f"{local}: is no regular file, or a link to none; fetch it anew")
+        raise UserError(f"{local}: is no regular file, or a broken link; fetch it again")
     path = cached_file(
         config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False
     )
@@ -424,7 +437,7 @@ def _file(config: TargetConfig, name: str) -> Path | None:
 
 
 def skeleton(config: TargetConfig) -> Any:
-    """The target's model without weights."""
+    """The target's model on the meta device: shapes without weights."""
     with _readable(config, "build the target"), torch.device("meta"):
         hf_config = load_config(config)
         return auto_class(hf_config).from_config(
@@ -433,14 +446,14 @@ def skeleton(config: TargetConfig) -> Any:
 
 
 def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
-    """The text config and VocabWeights, if possible read without the decoder blocks."""
+    """The text config and the VocabWeights; it reads the decoder blocks only if it must."""
     hf_config = load_config(config)
     text_config = hf_config.get_text_config()
     tensors = _stored_vocab(config)
     if tensors is None:
         target = Target.load(config)
         return target.config, target.vocab
-    # None for auto: the configuration's, or the file's
+    # With dtype auto, the configuration's dtype counts, else the file's.
     dtype = getattr(torch, config.dtype, None) or getattr(text_config, "dtype", None)
     dtype = dtype or tensors["embedding"].dtype
     weights = {role: tensor.to(dtype) for role, tensor in tensors.items()}
@@ -453,16 +466,16 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
 
 
 def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
-    """The tensors "embedding", "lm_head" and, if there is one, "bias", as safetensors files have
-    them.
+    """The tensors "embedding", "lm_head" and, if there is one, "bias", from safetensors files.
 
-    None where the whole model must be loaded: another format, other names or shapes."""
+    None if another format, or other names or shapes, make it necessary to load the whole model.
+    """
     model = skeleton(config)
     embedding, lm_head = _vocab_layers(model, config.path)
     weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
     if getattr(lm_head, "bias", None) is not None:
         weights["bias"] = lm_head.bias
-    # of tied weights the first name, which is the one in the file
+    # Of tied weights this is the first name, which is the one in the file.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     stored: dict[str, Tensor] = {}
     for role, weight in weights.items():
@@ -505,9 +518,10 @@ def final_norm(config: TargetConfig) -> Tensor:
 
 
 def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
-    """The norm that makes last_hidden, of a model without weights, with the weights of the files.
+    """The norm that makes last_hidden, with the files' weights; None: the model has no such norm.
 
-    None where the model has no such norm."""
+    model: without weights.
+    """
     with _readable(config, "read the final norm"):
         width = model.get_input_embeddings().weight.shape[1]
         norms = [
@@ -517,7 +531,7 @@ def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
         ]
         if not norms:
             return None
-        norm: nn.Module = getattr(_decoder(model), norms[-1])  # of several, the last
+        norm: nn.Module = getattr(_decoder(model), norms[-1])  # if there are several, the last
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         weights = {
             role: _stored(config, names[id(parameter)])
@@ -532,10 +546,10 @@ def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class TargetShell:
-    """A target without its blocks: what goes before them and after them."""
+    """A target without its blocks: only what comes before and after them."""
 
     recipe: TargetConfig
-    config: Any  # of its text part
+    config: Any  # the text part's
     vocab: VocabWeights
     norm: nn.Module  # makes last_hidden of the last block's output
 
@@ -552,7 +566,7 @@ class TargetShell:
 
 
 def load_shell(config: TargetConfig) -> TargetShell:
-    """The shell, if possible read without the blocks; UserError if no norm follows them."""
+    """The shell; it reads the blocks only if it must. UserError if no norm follows the blocks."""
     text_config, vocab = load_vocab(config)
     model = skeleton(config)
     norm = _final_norm(config, model)
@@ -562,9 +576,9 @@ def load_shell(config: TargetConfig) -> TargetShell:
 
 
 def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
-    """A digest of sizes and of the weights' files; without files, of sampled weights."""
+    """A digest of sizes and of the weights' files; of sampled weights, if there are no files."""
     names: list[str] = []
-    with suppress(UserError):  # a loaded model may have no files
+    with suppress(UserError):  # a model that the caller loaded may have no files
         names, _ = weight_files(config)
     keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     sizes = {key: getattr(text_config, key, None) for key in keys}
@@ -582,7 +596,7 @@ def other_weights(
     if recorded is None:
         return None
     known = fingerprint(config, text_config, vocab)
-    # a model without files cannot be compared with a record of files
+    # A model without files cannot be compared with a record of files.
     if recorded == known or (":" in recorded and ":" not in known):
         return None
     return (
@@ -609,12 +623,13 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
         )
     if recipe.head.reads_taps and not taps:
         raise UserError(
-            f"features.after_blocks: head {recipe.head.kind} needs at least one tap; "
+            f"features.after_blocks is empty: head {recipe.head.kind} needs at least one tap; "
             "leave the key out"
         )
     if max(taps, default=0) >= num_blocks:
         raise UserError(
-            f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} blocks"
+            f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} "
+            f"blocks; name taps up to {num_blocks - 1}"
         )
     return taps
 
@@ -622,15 +637,17 @@ def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
 def require_same_token_ids(
     draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
 ) -> None:
-    """UserError unless a draft LM with num_rows embeddings reads token ids as the target `name`
-    does."""
+    """UserError unless a draft LM with num_rows embeddings reads token ids as the target does.
+
+    name: the target's.
+    """
     tokens = {number: token for token, number in target.items()}
     fix = "choose a draft LM with the target's tokenizer"
     for token, number in draft.items():
         if target.get(token, number) != number or tokens.get(number, token) != token:
             raise UserError(
-                f"{draft_name}: tokenizer: token {token!r} has id {number}, "
-                f"in {name} another; {fix}"
+                f"{draft_name}: token {token!r} has id {number} in its tokenizer, "
+                f"and another in that of {name}; {fix}"
             )
     if max(tokens, default=0) >= num_rows:
         raise UserError(
@@ -676,10 +693,10 @@ def _readable(config: TargetConfig, what: str) -> Iterator[None]:
             text = f"{type(error).__name__}: {text}"
         why = hub_answer(error) or f"cannot {what}: {text}"
         if "trust_remote_code" in str(error):
-            why = "comes with code of its own; read it, then add --target.trust_remote_code true"
+            why = "has code of its own; read the code, then add --target.trust_remote_code true"
         elif "config.json" in text and "JSON file" not in text:
             why += (
-                " (a target is a whole model: merge a LoRA adapter into its own first; "
+                " (a target must be a whole model: merge a LoRA adapter into its model first; "
                 "GGUF is not read)"
             )
         raise UserError(f"{config.path}: {why}") from error

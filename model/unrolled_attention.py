@@ -1,10 +1,9 @@
-"""Attention of EAGLE-3's training-time test, for all slots of a row at once (arXiv 2503.01840,
-figure 6).
+"""Attention of EAGLE-3's training-time test (arXiv 2503.01840, figure 6), for all slots at once.
 
 At unroll step k a slot sees, as in decoding, step 0's keys of the text up to itself, and one key
-of each later step: its own. So the keys of a query are one long causal part and k single columns.
-We compute attention to each part apart and merge the parts by their log-sum-exp (ring attention's
-rule, arXiv 2310.01889). With scores a_j and values v_j,
+of each later step, its own. So a query's keys are one long causal part and k single columns.
+Attention is computed to each part apart, and the parts are merged by their log-sum-exp (ring
+attention's rule, arXiv 2310.01889). With scores a_j and values v_j,
 
     out = sum_j exp(a_j) v_j / sum_j exp(a_j)               over all keys j
     s_i = log sum_{j in part i} exp(a_j)                    the log-sum-exp of a part
@@ -12,10 +11,10 @@ rule, arXiv 2310.01889). With scores a_j and values v_j,
 
 gives  out = sum_i w_i out_i  with  w_i = exp(s_i - s),  s = log sum_i exp(s_i).
 
-A single column has s_i = a_i and out_i = v_i. From step 0 a kernel gives both s_0 and out_0. The
-backward pass, with g the gradient of out: the gradient of a_j is exp(a_j - s) (g v_j - g out). For
-step 0 the kernel's own backward computes just this if it is handed the merged out and s in place
-of its own."""
+A single column has s_i = a_i and out_i = v_i. For step 0 a kernel gives s_0 and out_0. In the
+backward pass g is the gradient of out, and that of a_j is exp(a_j - s) (g v_j - g out). For step 0
+the kernel's own backward computes just this, if it gets the merged out and s instead of its own.
+"""
 
 import math
 from collections.abc import Iterator
@@ -33,12 +32,14 @@ Documents = tuple[int, ...]  # the lengths of documents that are packed into one
 
 @dataclass
 class UnrollMemory:
-    """Keys and values of one layer, by unroll step. Step 0 is one row of packed documents; of the
-    later steps, slot i stands at rows[i] of it."""
+    """Keys and values of one layer, by unroll step.
+
+    Step 0 is one row of packed documents. Slot i of the later steps stands at rows[i] of that row.
+    """
 
     documents: Documents
     rows: Tensor  # [S]
-    is_last: bool = True  # the head's last layer: then step 0, too, has outputs only at `rows`
+    is_last: bool = True  # the head's last layer, of which step 0 needs outputs only at `rows`
     keys: list[Tensor] = field(default_factory=list)  # [1, KV, N or n, hd] of each step
     values: list[Tensor] = field(default_factory=list)  # the same
 
@@ -49,8 +50,10 @@ class UnrollMemory:
         return self.rows if self.is_last and is_step_0 else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention [1, n, H * hd] of the next unroll step; the queries q [1, H, n, hd] are those
-        of `query_rows`."""
+        """Attention [1, n, H * hd] of the next unroll step.
+
+        q [1, H, n, hd] stands at `query_rows`; k and v are [1, KV, N or n, hd].
+        """
         count = q.shape[2]
         is_partial = self.keys or self.is_last  # else step 0 of a lower layer: all rows
         rows = self.rows[:count] if is_partial else torch.arange(count, device=q.device)
@@ -58,7 +61,7 @@ class UnrollMemory:
         self.values.append(v)
         columns: list[Tensor] = []
         for step, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
-            # A later step has fewer slots than the one before, and they are its first ones.
+            # A later step has only the first slots of the step before.
             shown = slice(None) if step == 0 else slice(count)
             columns.append(_rows_first(key[:, :, shown]))
             columns.append(_rows_first(value[:, :, shown]))
@@ -74,8 +77,9 @@ def _rows_first(x: Tensor) -> Tensor:
 class _MergedAttention(torch.autograd.Function):
     """Causal attention to step 0, merged with each query's own columns of the later steps.
 
-    q [n, H, hd] stands at rows [n]; pairs: key and value of each step in turn, [N or n, KV, hd]. g
-    is H / KV."""
+    q [n, H, hd] stands at rows [n]. pairs: the key and the value of each step in turn,
+    [N or n, KV, hd]. In shapes g is H / KV.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, rows: Tensor, documents: Documents, *pairs: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ class _MergedAttention(torch.autograd.Function):
         gradient = gradients[0]  # of out: [n, H, hd]
         by_group = (keys[0].shape[1], -1)
         length = len(keys[0])
-        # step 0, by the kernel
+        # step 0: the kernel's backward
         whole = _Queries(*(_spread(x, rows, length) for x in (gradient, q, out, total)))
         of_q, of_key, of_value = _causal_backward(whole, keys[0], values[0], ctx.documents)
         of_pairs = [of_key, of_value]
@@ -132,15 +136,15 @@ def _spread(x: Tensor, rows: Tensor, length: int) -> Tensor:
     return x.new_zeros(length, *x.shape[1:]).index_copy_(0, rows, x)
 
 
-# Kernels of torch, called by name: scaled_dot_product_attention hides the log-sum-exp, and its
-# backward takes no other one. The calls are as in torch/nn/attention/varlen.py and torch's context
-# parallelism. `constraints.txt` pins torch, and tests/model/test_layers.py compares each kernel
-# with plain attention.
+# torch's kernels are called by name, because scaled_dot_product_attention hides the log-sum-exp,
+# and its backward takes no other one. The calls are those of torch/nn/attention/varlen.py and of
+# torch's context parallelism. `constraints.txt` pins torch, and tests/model/test_layers.py compares
+# each kernel with plain attention.
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """What the backward pass knows of all N queries."""
+    """What the backward pass needs of all N queries."""
 
     gradient: Tensor  # of out: [N, H, hd]
     q: Tensor  # [N, H, hd]
@@ -151,13 +155,15 @@ class _Queries:
 def kernel_of(x: Tensor) -> Literal["cpu", "flash", "efficient"]:
     if not x.is_cuda:
         return "cpu"
-    # CUDA's flash kernel takes no float32
+    # CUDA's flash kernel does not take float32.
     return "flash" if x.dtype in (torch.float16, torch.bfloat16) else "efficient"
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Causal attention [N, H, hd] of q [N, H, hd], k and v [N, KV, hd] inside each document; its
-    log-sum-exp [N, H]."""
+    """Causal attention [N, H, hd] inside each document, and its log-sum-exp [N, H].
+
+    q [N, H, hd], k and v [N, KV, hd].
+    """
     if kernel_of(q) == "flash" and documents:
         out, logs, *_ = aten._flash_attention_forward(
             q, k, v, *_borders(documents, q), 0.0, True, False
@@ -175,7 +181,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> tuple[Tens
             kernel = aten._scaled_dot_product_efficient_attention
             part, logs, *_ = kernel(*parts, None, True, 0.0, True)
         out[rows] = part.permute(2, 0, 1, 3).flatten(1, 2)
-        log[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA pads it
+        log[rows] = logs.flatten(0, 1).T[: part.shape[2]]  # CUDA pads the log-sum-exp
     return out, log
 
 
@@ -185,7 +191,7 @@ def _causal_backward(
     """The gradients of q, k and v."""
     q = queries.q
     if kernel_of(q) == "flash" and documents:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: there is no dropout
         of_q, of_k, of_v = aten._flash_attention_backward(
             queries.gradient.contiguous(),
             q,
@@ -210,15 +216,17 @@ def _causal_backward(
         log = _by_head(queries.log[..., None], rows, kv_heads, groups)[..., 0].contiguous()
         part_q, part_k, part_v = backward(parts, log)  # [KV, g, n, hd] each
         of_q[rows] = part_q.permute(2, 0, 1, 3).flatten(1, 2)
-        # the queries of a group share one key and one value
+        # A group's queries share one key and one value, so their gradients add up.
         of_k[rows] = part_k.sum(1, keepdim=True).permute(2, 0, 1, 3).flatten(1, 2)
         of_v[rows] = part_v.sum(1, keepdim=True).permute(2, 0, 1, 3).flatten(1, 2)
     return of_q, of_k, of_v
 
 
 def _cpu_backward(parts: list[Tensor], log: Tensor) -> Any:
-    """Gradients of q, k and v; parts: out's gradient, q, k, v, out, [KV, g, n, hd] each; log [KV,
-    g, n]."""
+    """Gradients of q, k and v.
+
+    parts: out's gradient, q, k, v and out, [KV, g, n, hd] each. log: [KV, g, n].
+    """
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, log, 0.0, True)
 
 
@@ -226,7 +234,7 @@ def _efficient_backward(parts: list[Tensor], log: Tensor) -> list[Tensor]:
     count = parts[0].shape[2]
     log = F.pad(log, (0, -count % 32), value=math.inf)  # as the forward pass pads it
     gradient, q, k, v, out = (x.transpose(1, 2) for x in parts)  # [KV, n, g, hd]
-    seed = torch.empty((), dtype=torch.long, device=log.device)  # of no dropout
+    seed = torch.empty((), dtype=torch.long, device=log.device)  # unused: there is no dropout
     gradients = aten._efficient_attention_backward(
         gradient,
         q,
@@ -249,7 +257,7 @@ def _efficient_backward(parts: list[Tensor], log: Tensor) -> list[Tensor]:
 
 
 def _borders(documents: Documents, like: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """The flash kernel's cumulative lengths and longest length, of queries and of keys."""
+    """The flash kernel's cumulative lengths and longest length, for queries and for keys."""
     cumulative = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     cumulative = cumulative.to(like.device, non_blocking=True)
     return cumulative, cumulative, max(documents), max(documents)
@@ -261,7 +269,6 @@ def _rows_of(documents: Documents) -> Iterator[slice]:
 
 
 def _by_head(x: Tensor, rows: slice, kv_heads: int, groups: int) -> Tensor:
-    """These rows of x [N, H or KV, w] as [KV, g, n, w]; a key or value is repeated for its
-    group."""
+    """These rows of x [N, H or KV, w] as [KV, g, n, w]; a group's queries get the same key."""
     split = x[rows].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     return split.expand(-1, groups, -1, -1)

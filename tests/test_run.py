@@ -101,7 +101,7 @@ def test_plan_refuses_what_another_target_or_head_left(folder: Path, capsys: Any
     aerie features --config r.yaml
     aerie run r.yaml --plan --target other/target
         exit 2
-        target.path: target there, other/target asked;
+        target.path: target before, other/target now;
         choose an
     aerie run r.yaml --plan --head.kind eagle3
         exit 2

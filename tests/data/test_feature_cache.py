@@ -57,7 +57,7 @@ def test_foreign_cache(cache: FeatureCache, target: Target) -> None:
     for name, value in (("after_blocks", [1, 2]), ("target", "other"), ("storage", "fp8")):
         with pytest.raises(
             UserError,
-            match=rf"{name}.*: .* there, .* asked; rebuild with: .* features .*--overwrite",
+            match=rf"{name}.*: .* before, .* now; rebuild with: .* features .*--overwrite",
         ):
             FeatureCache.open(cache.directory, {name: value})
 

@@ -95,7 +95,7 @@ def test_overwrite(recipe: Path, features: Path, capsys: Any) -> None:
         ("features", "--config", recipe, "--features.storage", "fp8"),
     )
     assert call(main, *changed) == 2 and contents(features) == before
-    assert re.search(r"features\.storage: None there, fp8 asked.*--overwrite", refusal(capsys))
+    assert re.search(r"features\.storage: None before, fp8 now.*--overwrite", refusal(capsys))
     assert call(main, *changed, "--overwrite") == 0
     assert re.search(
         r"fp8 for float32: relative error of a dimension .*: \d", capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_synthetic_and_show(tmp_path: Path, capsys: Any) -> None:
             and shown in capsys.readouterr().out
         )
     assert call(main, "synthetic", *words, "--synthetic.seed", "1") == 2
-    assert "synthetic.seed: 0 there, 1 asked" in refusal(capsys)
+    assert "synthetic.seed: 0 before, 1 now" in refusal(capsys)
     assert {**contents(run), "status.json": b""} == {**before, "status.json": b""}
 
 

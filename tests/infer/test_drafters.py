@@ -299,5 +299,8 @@ def test_loading(
     text = (padded / "tokenizer.json").read_text(encoding="utf-8")
     (padded / "tokenizer.json").write_text(text.replace("<|system|>", "<|tool|>"), encoding="utf-8")
     tiny.refused(
-        r"token '<\|tool\|>' has id 2, in .*target another", load_draft_lm, target, str(padded)
+        r"token '<\|tool\|>' has id 2 in its tokenizer, and another in that of .*target",
+        load_draft_lm,
+        target,
+        str(padded),
     )

@@ -100,11 +100,11 @@ def test_manifest(tmp_path: Path) -> None:
         and found.manifest.facts == {"stage": "heads"}
         and len(found.manifest.files) == 1
     )
-    assert isinstance(other, Foreign) and other.differences == "seed: 1 there, 2 asked"
+    assert isinstance(other, Foreign) and other.differences == "seed: 1 before, 2 now"
     files = [{"a.json": digest(number), "seed": number} for number in (1, 2)]
-    assert differences(*files).startswith("seed: 1 there, 2 asked; a.json: ")
+    assert differences(*files).startswith("seed: 1 before, 2 now; a.json: ")
     rows = ({"rows": [{"a": 1}]}, {"rows": [{"a": 1}, {"a": 2}]})
-    assert differences(*rows) == "rows.1: None there, {'a': 2} asked"
+    assert differences(*rows) == "rows.1: None before, {'a': 2} now"
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         content = path.read_bytes()
         for place in range(0, len(content), 5):
@@ -142,7 +142,7 @@ def test_stage(tmp_path: Path) -> None:
     )
     other.require_own_directory(overwrite=True)
     refused(
-        r"holds another features .rows: these there, those asked.; choose another",
+        r"holds another features .rows: these before, those now.; choose another",
         other.require_own_directory,
         overwrite=False,
     )
@@ -153,7 +153,7 @@ def test_stage(tmp_path: Path) -> None:
     for name, said in (("rows", "rows: is damaged"), (FILE, r"its checksum differs\)")):
         (tmp_path / name).write_text("{}")
         refused(
-            f"{said}; write it anew with --overwrite",
+            f"{said}; write it again with --overwrite",
             stage.require_own_directory,
             overwrite=stage.is_whole(),
         )
@@ -183,7 +183,7 @@ def test_irregular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for path, said in (
-        (tmp_path / "pipe", "pipe: is no regular file; name a file, or a new one"),
+        (tmp_path / "pipe", "pipe: is no regular file; name a file, or a new path"),
         (tmp_path / "link", "link: is no regular file"),
         (tmp_path, "is no regular file"),
         (tmp_path / ("a" * 300), "cannot be written .File name too long"),

@@ -303,7 +303,7 @@ def test_token_ids() -> None:
     draft = {"a": 0, "b": 1, "c": 2}
     require_same_token_ids({**draft, "<tool>": 3}, draft, 3, "draft", "target")
     tiny.refused(
-        "token 'b' has id 2, in target another",
+        "token 'b' has id 2 in its tokenizer, and another in that of target",
         require_same_token_ids,
         {"a": 0, "b": 2, "c": 1},
         draft,

@@ -109,7 +109,7 @@ BLOCK = "--features.mode online --head.kind block"
     [
         ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
         ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
-        ("eagle1", "--data.max_length 64", "data.max_length: 128 there, 64 asked; rebuild with:"),
+        ("eagle1", "--data.max_length 64", "data.max_length: 128 before, 64 now; rebuild with:"),
         (
             "eagle1",
             "--head.max_position_embeddings 100",
@@ -254,7 +254,7 @@ def test_planned_trained_reused(made: Path, capsys: Any, monkeypatch: Any) -> No
     cp {weights} {made}/kept
     {train} --train.seed 5
         exit 2
-        train.seed: 0 there, 5 asked
+        train.seed: 0 before, 5 now
     cmp {weights} {made}/kept
     truncate -s 1000 {weights}
     {train}
@@ -425,7 +425,7 @@ def test_moved_runs(run: Any, tmp_path: Path, capsys: Any) -> None:
     {features} {moved} --tree.levels 3
     {train} {moved} --tree.levels 3
         exit 2
-        step 2 of another recipe or other data (tree.levels: 4 there, 3 asked
+        step 2 of another recipe or other data (tree.levels: 4 before, 3 now
     {features} {moved} --features.storage bf16
     {train} {moved} --features.storage bf16
         exit 2
@@ -455,7 +455,7 @@ def test_time_budget(run: Any, tmp_path: Path, capsys: Any) -> None:
         stopped by the time budget (train.max_seconds 0) at step 1 of 3:
     {train} --train.max_seconds 60 --train.seed 5
         exit 2
-        holds another train (train.max_seconds: 0.0 there, 60.0 asked; train.seed
+        holds another train (train.max_seconds: 0.0 before, 60.0 now; train.seed
     {train} --train.max_seconds 60
         going on from step 1 of 3
     cat {tmp}/run/heads/eagle1/provenance.json

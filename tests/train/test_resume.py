@@ -170,7 +170,7 @@ def test_other_recipe_or_engine(tmp_path: Path, undisturbed: Any) -> None:
     )
     resume.save(tmp_path, replace(fresh, step=7), lambda folder: None, lambda: None, 2)
     for said, other in {
-        r"\(rows: r there, s asked; train.seed: 0 there": replace(
+        r"\(rows: r before, s now; train.seed: 0 before": replace(
             fresh, made_of={"rows": "s", "train": {"seed": 1}}
         ),
         "saved under ZeRO-2 bf16, but this run uses plain bf16; launch it as before, or": replace(

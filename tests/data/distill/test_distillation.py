@@ -312,8 +312,7 @@ def test_reuse(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (run / JOURNAL).read_bytes() == answers  # nothing was asked again
     shorter = ("--distill.sampling.max_tokens", "5")
     assert (
-        distill(recipe, *shorter) == 2
-        and "max_tokens: 12 there, 5 asked" in capsys.readouterr().err
+        distill(recipe, *shorter) == 2 and "max_tokens: 12 before, 5 now" in capsys.readouterr().err
     )
     assert distill(recipe, *shorter, "--overwrite") == 0
     assert max(len(row.answers[0].token_ids or ()) for row in outcomes(tmp_path / "run")) == 5
