@@ -1,4 +1,4 @@
-"""Draft heads: new, warm-started, saved, and read in every known layout."""
+"""Makes, warm-starts, saves and loads draft heads, in every known layout."""
 
 import dataclasses
 from pathlib import Path
@@ -28,10 +28,10 @@ from aerie.model.target import VocabWeights, context_of
 
 VOCABULARY_TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# keys of the section `head` that say how a head starts
+# Keys of the section `head` that say how a head starts.
 BEGINNINGS = ("kind", "init_from", "lm_head_init", "norm_init", "fc_init", "initializer_range")
-UNLIMITED = 2048  # positions of a head whose target has no limit
-POSITIONS = ("rope_theta", "max_position_embeddings")  # a warm start may change EAGLE's
+UNLIMITED = 2048  # a head's positions if its target has no limit
+POSITIONS = ("rope_theta", "max_position_embeddings")  # what an EAGLE head's warm start may change
 INNER_SIZES = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # Falcon, OPT, GPT-2
 
 
@@ -44,7 +44,10 @@ def new_head(
     after_blocks: tuple[int, ...] = (),
     vocabulary: DraftVocabulary | None = None,
 ) -> Head:
-    """A new head for a target, or the one in section.init_from."""
+    """A new head for a target, or the head in section.init_from; UserError if it does not fit.
+
+    text_config and vocab are the target's, and path names it in errors.
+    """
     _check_within(vars(section), vocab, text_config, "head.", path)
     if section.init_from is not None:
         return _warm_start(section, vocab, path, after_blocks)
@@ -76,7 +79,7 @@ def config_for(
         "hidden_size": width,
         "target_hidden_size": width,
         "vocab_size": vocab_size,
-        # A target without a limit (BLOOM) gives none: training sets it by its rows.
+        # A target without a limit (BLOOM) gives none; training then sets the limit by its rows.
         "max_position_embeddings": context_of(text_config) or UNLIMITED,
         "rope_theta": theta,
         "rope_scaling": None if "rope_theta" in chosen else scaling,
@@ -90,7 +93,7 @@ def config_for(
     }
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise UserError(
-            f"head: num_attention_heads {values['num_attention_heads']} is no multiple of "
+            f"head.num_attention_heads: {values['num_attention_heads']} is no multiple of "
             f"num_key_value_heads {values['num_key_value_heads']}"
         )
     kind = HEADS[section.kind]
@@ -101,8 +104,8 @@ def config_for(
 
 
 def _layer_sizes(chosen: dict[str, Any], text_config: Any, width: int) -> dict[str, Any]:
-    """A decoder layer's sizes: those of the target where the recipe has chosen none."""
-    if getattr(text_config, "is_heterogeneous", False):  # Gemma 4: sizes by layer
+    """A decoder layer's sizes: the recipe's (chosen), else the target's."""
+    if getattr(text_config, "is_heterogeneous", False):  # Gemma 4 has sizes by layer
         text_config = text_config.per_layer_config[0]
 
     def of_target(name: str) -> Any:
@@ -111,12 +114,12 @@ def _layer_sizes(chosen: dict[str, Any], text_config: Any, width: int) -> dict[s
     inner = next(filter(None, map(of_target, INNER_SIZES)), 4 * width)
     heads = chosen.get("num_attention_heads")
     kv_heads = head_dim = None
-    if heads is None:  # the target's grouping fits only its own heads
+    if heads is None:  # the target's grouping fits only its own number of heads
         heads = of_target("num_attention_heads") or max(1, width // 64)
         kv_heads = of_target("num_key_value_heads")
         head_dim = of_target("head_dim")
     return {
-        # Gemma-3n: one per layer
+        # Gemma-3n has one per layer
         "intermediate_size": max(inner) if isinstance(inner, list) else inner,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
@@ -132,7 +135,8 @@ def _warm_start(
     head = load_head(source, vocab=vocab, after_blocks=after_blocks or None)
     if head.kind != section.kind:
         raise UserError(
-            f"head.init_from: {source} is an {head.kind} head, the recipe asks for {section.kind}"
+            f"head.init_from: {source} is of kind {head.kind}, but head.kind is {section.kind}; "
+            "change one of them"
         )
     check_sizes(head.config, vocab, source, path)
     is_eagle = isinstance(head, EagleHead)
@@ -146,15 +150,15 @@ def _warm_start(
         head.lm_head.requires_grad_(chosen.pop("lm_head") != "frozen")
     may_change = POSITIONS if is_eagle else ()
     positions = {name: chosen.pop(name) for name in may_change if name in chosen}
-    # of the head's config, by key of the recipe
+    # values that the saved head must have, by key of the recipe
     required: dict[str, Any] = {"features.after_blocks": after_blocks} if section.reads_taps else {}
     required |= {f"head.{name}": value for name, value in chosen.items()}
     for name, value in required.items():
         saved = getattr(head.config, name.split(".")[1], None)
         if value != saved:
             raise UserError(
-                f"{name}: the recipe asks {value}, {source} has {saved}; "
-                "set it to that, or drop init_from"
+                f"{name}: the recipe has {value}, but {source} has {saved}; "
+                f"set it to {saved}, or leave head.init_from out"
             )
     if isinstance(head, EagleHead):
         if "rope_theta" in positions:
@@ -162,16 +166,16 @@ def _warm_start(
         head.config = dataclasses.replace(head.config, **positions)
         head.rotary = Rotary(head.config)
     elif isinstance(head, MultiTokenHead):
-        head.laws.vocab = None  # training sets it
+        head.laws.vocab = None  # training sets the target's
     return head
 
 
 def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
     """RoPE's base and scaling (None: plain) of a head for this target.
 
-    A head's layers attend to all of the text and rotate all of each attention head, by one fixed
-    table. So a head has the base of the target's full attention, and its scaling if no length
-    changes it.
+    A head's layers attend to the whole text and rotate all of each attention head, by one fixed
+    table. So a head takes the base of the target's full attention, and the scaling if it does not
+    depend on the text's length.
     """
     parameters = _parameters_of_full_attention(text_config)
     theta = parameters.get("rope_theta") or getattr(text_config, "rope_theta", None) or 10000.0
@@ -179,7 +183,7 @@ def rope_of(text_config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def rope_notes(text_config: Any) -> list[str]:
-    """A line that says which RoPE a new head has, if it is not its target's in all."""
+    """A line that says which RoPE a new head has, if this differs from the target's."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     of_full_attention = _parameters_of_full_attention(text_config)
     rope_type = of_full_attention.get("rope_type", "default")
@@ -196,8 +200,8 @@ def rope_notes(text_config: Any) -> list[str]:
     theta, scaling = rope_of(text_config)
     kind = "plain" if scaling is None else scaling["rope_type"]
     return [
-        f"RoPE: the target {', '.join(sentences)}; the head has one table for all of each "
-        f"attention head: {kind}, base {theta:,.0f}"
+        f"RoPE: the target {', '.join(sentences)}; the head has one table that rotates all of each "
+        f"attention head ({kind}, base {theta:,.0f})"
     ]
 
 
@@ -210,6 +214,7 @@ def _parameters_of_full_attention(text_config: Any) -> dict[str, Any]:
 
 
 def position_warnings(config: Any, text_config: Any, path: str) -> list[str]:
+    """Sentences about a head (at path) whose RoPE or positions differ from its target's."""
     if getattr(config, "rope_theta", None) is None:  # a head without attention
         return []
     warnings: list[str] = []
@@ -217,20 +222,20 @@ def position_warnings(config: Any, text_config: Any, path: str) -> list[str]:
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
         warnings.append(
             f"{path}: rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}, "
-            f"its target's {theta:,.0f} with {scaling}; right only if it was trained so"
+            f"its target's {theta:,.0f} with {scaling}; right only if the head was trained so"
         )
     length = config.max_position_embeddings
     context = context_of(text_config) or 0
     if length < context:
         warnings.append(
             f"{path}: max_position_embeddings is {length:,}, its target's {context:,}: "
-            "answers stop there"
+            f"answers end at {length:,} tokens"
         )
     return warnings
 
 
 def save_head(head: Head, directory: Path, **facts: Any) -> None:
-    """facts go under "aerie" in config.json."""
+    """Writes weights and config.json, with the facts under "aerie"."""
     state = head.state_dict()
     if isinstance(head, Eagle3Head) and not head.saves_embedding:
         del state[EMBEDDING]
@@ -248,8 +253,10 @@ def load_head(
     vocab: VocabWeights | None = None,
     after_blocks: tuple[int, ...] | None = None,
 ) -> Head:
-    """The head in a directory or on the Hub; vocab (embedding) and after_blocks fill in what its
-    files leave out."""
+    """The head in a directory or on the Hub; UserError if its files are broken.
+
+    vocab (for the embedding) and after_blocks fill in what the files leave out.
+    """
     _, files, content = read_content(head_directory(directory), after_blocks)
     for guess in content.guesses:
         warn(f"{files.config_path}: {guess}")
@@ -264,7 +271,7 @@ def load_head(
 
 
 def dtype_of(state: dict[str, Tensor]) -> torch.dtype:
-    """A head's own; its embedding may be the target's."""
+    """The dtype of a head's own weights; its embedding may be the target's."""
     return next(
         tensor.dtype
         for name, tensor in state.items()
@@ -273,13 +280,14 @@ def dtype_of(state: dict[str, Tensor]) -> torch.dtype:
 
 
 def head_facts(directory: Path | str) -> dict[str, Any]:
+    """What `save_head` wrote under "aerie"; {} for a foreign head."""
     return nested(read_json(head_directory(directory) / CONFIG), "aerie")
 
 
 def check_sizes(
     config: AnyConfig, vocab: VocabWeights, source: str, path: str, text_config: Any = None
 ) -> None:
-    """UserError unless a head's sizes, read from source, are those of the target at path."""
+    """UserError unless a head's sizes fit the target at path; source names the head."""
     vocab_size, width = vocab.embedding.shape
     head_width = getattr(config, "target_hidden_size", config.hidden_size)
     for name, size, target_size in (
@@ -288,8 +296,8 @@ def check_sizes(
     ):
         if size != target_size:
             raise UserError(
-                f"{source}: belongs to another target: "
-                f"its {name} is {size}, that of {path} is {target_size}"
+                f"{source}: belongs to another target: its {name} is {size}, "
+                f"and that of {path} is {target_size}"
             )
     _check_within(vars(config), vocab, text_config, f"{source}: ", path)
 
@@ -306,42 +314,46 @@ def _check_within(
 
 
 def optional_of(content: HeadContent) -> set[str]:
-    """Tensors that a file may lack: the target's embedding; d2t and t2d of equal vocabularies."""
+    """Tensors that a file may lack: the target's embedding; d2t and t2d, if all tokens are in."""
     config = content.config
     names: set[str] = set()
     width = getattr(config, "target_hidden_size", config.hidden_size)
     if content.is_embedding_optional and width == config.hidden_size:
         names.add(EMBEDDING)
-    has_table = content.tensors.keys() & {*VOCABULARY_TABLES}  # then it has both
+    has_table = content.tensors.keys() & {*VOCABULARY_TABLES}  # with one, the file must have both
     if not has_table and getattr(config, "draft_vocab_size", None) == config.vocab_size:
         names.update(VOCABULARY_TABLES)
     return names
 
 
 def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
-    """The draft vocabulary, if any; UserError for missing, unexpected, misshapen or broken
-    tensors."""
+    """The draft vocabulary, if any.
+
+    UserError for missing, unexpected, misshapen or broken tensors.
+    """
     tensors = content.tensors
     with torch.device("meta"):  # names and shapes without memory for them
         expected = HEADS[content.kind].module(content.config).state_dict()
     for name in tensors.keys() - {*VOCABULARY_TABLES}:
         if tensors[name].dtype not in FLOATS:
             raise UserError(
-                f"{path}: {name} holds {tensors[name].dtype}: quantised heads are not read"
+                f"{path}: {name} holds {tensors[name].dtype}: quantised heads are not read; "
+                "name an unquantised one"
             )
     for name in sorted((expected.keys() - optional_of(content)) | tensors.keys()):
         shape = list(tensors[name].shape) if name in tensors else "none"
         expected_shape = list(expected[name].shape) if name in expected else "none"
         if shape != expected_shape:
             raise UserError(
-                f"{path}: {name}: {shape} there, {expected_shape} expected; fetch the file anew"
+                f"{path}: {name}: the file has {shape}, but the head needs {expected_shape}; "
+                "fetch the file again"
             )
     for name, tensor in tensors.items():
         broken = tensor.numel() - int(tensor.isfinite().sum())
-        if broken:  # answers would not show it
+        if broken:  # answers would stay right, and so not show it
             raise UserError(
                 f"{path}: {name} holds {broken:,} of {tensor.numel():,} values that are NaN or "
-                "infinite; take an earlier checkpoint, or fetch the file anew"
+                "infinite; take an earlier checkpoint, or fetch the file again"
             )
     if "d2t" not in tensors:
         return None
@@ -351,7 +363,7 @@ def check_content(content: HeadContent, path: Path) -> DraftVocabulary | None:
 def complete_state(
     content: HeadContent, vocab: VocabWeights | None, path: Path
 ) -> dict[str, Tensor]:
-    """The head's tensors, with those that the file at path leaves out."""
+    """The head's tensors, completed by those that the file at path leaves out."""
     vocabulary = check_content(content, path)
     config = content.config
     state = dict(content.tensors)
@@ -362,7 +374,8 @@ def complete_state(
     if content.is_embedding_optional and EMBEDDING not in state:
         if vocab is None:
             raise UserError(
-                f"{path}: has no {EMBEDDING!r}, which is the target's; load it with its target"
+                f"{path}: has no {EMBEDDING!r}, which is the target's; "
+                "load the head with its target"
             )
         check_sizes(config, vocab, str(path.parent), "the target")
         state[EMBEDDING] = vocab.embedding.detach().cpu()
@@ -370,5 +383,5 @@ def complete_state(
 
 
 def is_targets(embedding: Tensor, vocab: VocabWeights | None) -> bool:
-    """Whether a head's embedding is the target's, in the head's precision."""
+    """Whether a head's embedding is the target's, in the dtype of the head."""
     return vocab is not None and torch.equal(vocab.embedding.cpu().to(embedding.dtype), embedding)

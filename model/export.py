@@ -1,4 +1,4 @@
-"""Writes a head in another layout, and checks that it reads back as the same head."""
+"""Writes a head in another layout, reads it back, and checks that both are equal."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ from aerie.model.hub import PROVENANCE, head_directory, is_on_hub
 from aerie.model.storage import CONFIG, Manifest, digests, directory_atomically, write_json
 
 OF_AN_EXPORT = ("exported_from", SERVER, ZERO_BIAS)  # the next export does not copy these
-# keys of config.json that are read, reported by `unread`, or not needed
+# Keys of config.json that we read, that `unread` reports, or that nobody needs.
 BOOKKEEPING = re.compile(
     r"_name_or_path|architectures|auto_map|\w+_token_id|(torch_)?dtype|initializer_range"
     r"|transformers_version|use_cache|aerie(_kind)?|model_type|hidden_act|tie_word_embeddings"
@@ -48,10 +48,13 @@ def export(
     output: Path,
     target: TargetFacts,
     after_blocks: tuple[int, ...] | None = None,
-    any_target: bool = False,  # other weights are a note, no error
-    pickled: bool = True,  # SafeAILab's layout, as published
+    any_target: bool = False,  # a target with other weights is a note, no error
+    pickled: bool = True,  # SafeAILab's layout gets a pickle, as published
 ) -> tuple[str, list[str]]:
-    """Writes the head to output in layout `to`; returns its own layout, and notes."""
+    """Writes the head to output in layout `to`; returns its old layout, and notes.
+
+    UserError if the layout cannot carry the head, or the head is another target's.
+    """
     directory = head_directory(source)
     layout, files, content = read_content(directory, after_blocks or target.default_taps)
     state = _complete(files, content, target)
@@ -59,7 +62,7 @@ def export(
     facts = nested(files.values, "aerie")
     mismatch = target.other_weights(facts.get("target"))
     if mismatch is not None and not any_target:
-        raise UserError(f"{source}: {mismatch}; give its own target, or --any-target")
+        raise UserError(f"{source}: {mismatch}; give the head's own target, or add --any-target")
     to, server_notes = _layout_for(to, content)
     values, tensors, layout_notes = HEADS[content.kind].formats.write(
         to, dataclasses.replace(content, tensors=state), target
@@ -84,19 +87,19 @@ def export(
     is_speculators = "speculators_config" in values
     if content.speculative_tokens is not None and not is_speculators:
         notes.append(
-            f"its {content.speculative_tokens} drafts per cycle are left out: "
-            "set them on the server's command line"
+            f"its number of drafts per cycle, {content.speculative_tokens}, is left out: "
+            "set it on the server's command line"
         )
     if is_speculators and not is_on_hub(target.name):
         notes.append(
-            f"servers are told to load {target.name}, a local path; "
+            f"config.json tells servers to load {target.name}, a local path; "
             "give its Hub id with --target-name"
         )
     return layout, [*notes, *layout_notes]
 
 
 def _layout_for(to: str, content: HeadContent) -> tuple[str, list[str]]:
-    """The layout that `to` means for this head, and notes; UserError if vLLM cannot draft so."""
+    """The layout that `to` means for this head, and notes; UserError if vLLM would fail with it."""
     vllm_layout = HEADS[content.kind].servers.get("vLLM", to)
     faults = vllm_faults(content.config)
     if to != "vllm":
@@ -127,13 +130,15 @@ def check_taps(
     if taps[-1] >= count:
         raise UserError(
             f"{directory}: reads states after blocks {list(taps)}, "
-            f"and {target.path} has {count} blocks"
+            f"but {target.path} has only {count} blocks"
         )
 
 
 def _complete(files: HeadFiles, content: HeadContent, target: TargetFacts) -> dict[str, Tensor]:
-    """All tensors of a head that fits the target; an embedding that its file lacks has the head's
-    dtype."""
+    """All tensors of a head; UserError if it does not fit the target.
+
+    An embedding that the file lacks is the target's, in the head's dtype.
+    """
     checkpoint.check_sizes(
         content.config, target.vocab, str(files.config_path), target.path, target.text_config
     )
@@ -144,12 +149,12 @@ def _complete(files: HeadFiles, content: HeadContent, target: TargetFacts) -> di
 
 
 def _copy_records(source: Path, destination: Path) -> None:
-    """Copies the recipe and the manifest, which then lists the files of the destination."""
+    """Copies the recipe and the manifest, which then lists the destination's files."""
     files = Manifest.of(destination).files
     for name in PROVENANCE:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
-    with suppress(UserError):  # a pushed head's record was rewritten: no manifest
+    with suppress(UserError):  # a pushed head's record was rewritten, so it is no manifest
         dataclasses.replace(Manifest.read(source), files=files).write(destination)
 
 
@@ -160,19 +165,19 @@ def _check_written(
     state: dict[str, Tensor],
     target: TargetFacts,
 ) -> None:
-    """AssertionError unless the directory holds this very head."""
+    """AssertionError unless the directory reads back as this head."""
     _, files, content_again = read_content(directory)
     state_again = _complete(files, content_again, target)
     if not _is_same(content.config, state, content_again.config, state_again):
         raise AssertionError(
-            f"layout {layout}: what was read back differs from the head that was written"
+            f"layout {layout}: the head that was read back differs from the one that was written"
         )
 
 
 def _is_same(
     config: AnyConfig, state: dict[str, Tensor], again: AnyConfig, state_again: dict[str, Tensor]
 ) -> bool:
-    """Whether both are the same head, bit for bit; an export may raise the number of positions."""
+    """Whether both heads are equal bit for bit, but for positions, which an export may raise."""
     positions = again.max_position_embeddings
     return (
         dataclasses.replace(config, max_position_embeddings=positions) == again
@@ -182,7 +187,7 @@ def _is_same(
 
 
 def _has_same_bits(tensor: Tensor, again: Tensor) -> bool:
-    # as bytes: 0.0 == -0.0
+    # Compared as bytes, because 0.0 == -0.0.
     bits, bits_again = (part.contiguous().view(torch.uint8) for part in (tensor, again))
     return tensor.dtype == again.dtype and torch.equal(bits, bits_again)
 
@@ -190,16 +195,16 @@ def _has_same_bits(tensor: Tensor, again: Tensor) -> bool:
 def _tensor_notes(old: dict[str, Tensor], new: dict[str, Tensor]) -> list[str]:
     notes = []
     if EMBEDDING in new and EMBEDDING not in old:
-        notes.append(f"{EMBEDDING} is added, the target's in {dtype_name(new[EMBEDDING].dtype)}")
+        notes.append(f"{EMBEDDING} is added: the target's, in {dtype_name(new[EMBEDDING].dtype)}")
     if "d2t" in old and "d2t" not in new:
-        notes.append("d2t and t2d left out: both vocabularies are equal")
+        notes.append("d2t and t2d are left out: both vocabularies are equal")
     return notes
 
 
 def _key_notes(values: dict[str, Any], carried: set[str]) -> list[str]:
-    """What config.json says that the new one does not."""
+    """Notes about what the old config.json says and the new one does not."""
     notes = [
-        f"config.json's {name} left out: its meaning is not known here"
+        f"config.json's {name} is left out: aerie does not know its meaning"
         for name, value in values.items()
         if value not in (None, False) and name not in carried and not BOOKKEEPING.fullmatch(name)
     ]

@@ -23,11 +23,11 @@ from aerie.model.storage import (
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 PROVENANCE = ("recipe.yaml", "provenance.json")
 SHIPPED_RECORDS = (*PROVENANCE, "calibration.json", CALIBRATOR)
-# of a head as it was trained, where a repository's root is in a server's layout
+# the folder of the head as it was trained, if the repository's root is in a server's layout
 TRAINED_FOLDER = "aerie"
 SHA256 = re.compile("[0-9a-f]{64}")
-KEPT_BYTES = 2**26  # from this size on a file's digest is kept
-ANNOUNCED_BYTES = 10**10  # from this size on hashing is announced
+KEPT_BYTES = 2**26  # the digest of a file of this size or more is kept
+ANNOUNCED_BYTES = 10**10  # hashing a file of this size or more is announced
 SAFE = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 
@@ -35,7 +35,8 @@ PICKLES = ("*.bin", "*.bin.index.json", "*_lm_head.pt")
 def head_directory(path: Path | str) -> Path:
     """path (or TRAINED_FOLDER in it), else the snapshot of user/name[@revision] on the Hub.
 
-    UserError where there is no head."""
+    UserError if there is no head.
+    """
     hub_id = HUB_ID.fullmatch(str(path))
     local = Path(path)
     if hub_id is None or local.exists():
@@ -65,7 +66,7 @@ def _download_head(repo: str, revision: str | None, path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     records = (CONFIG, *SHIPPED_RECORDS, "README.md")
-    # the head as it was trained, else the root; a pickle only where there is nothing better
+    # the head as it was trained, else the root; a pickle only if there are no safetensors
     choices = (
         (TRAINED_FOLDER, (f"{TRAINED_FOLDER}/*",)),
         ("", (*records, *SAFE)),
@@ -98,7 +99,7 @@ def require_target(path: str) -> None:
         )
     for index in directory.glob("*.index.json"):
         if index.name in HEAD_WEIGHTS:
-            weight_map(index)  # transformers follows it wherever it points
+            weight_map(index)  # transformers would follow it to any folder
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or directory.exists()
     if is_local and not directory.is_dir():
         raise UserError(f"{path}: no such target directory; name a local one or a Hub id")
@@ -117,8 +118,10 @@ def quieten() -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """The SHA-256 of a file of weights: in the Hub's cache, its name; a large file's is kept, by
-    size and time."""
+    """The SHA-256 of a file of weights.
+
+    In the Hub's cache it is the file's name. That of a large file is kept, by size and times.
+    """
     file = path.resolve()
     if file.parent.name == "blobs" and SHA256.fullmatch(file.name):
         return file.name
@@ -128,7 +131,7 @@ def weights_digest(path: Path) -> str:
     key = storage.digest([str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     kept = storage.user_cache() / "digests" / key
     with suppress(OSError):
-        return kept.read_text(encoding="utf-8")  # written whole or not at all
+        return kept.read_text(encoding="utf-8")  # which is written whole or not at all
     if status.st_size >= ANNOUNCED_BYTES:
         print(
             f"{path}: is hashed once ({status.st_size / 1e9:.1f} GB)", file=sys.stderr, flush=True
@@ -140,8 +143,10 @@ def weights_digest(path: Path) -> str:
 
 
 def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> list[str]:
-    """The SHA-256 (outside LFS: Git's id) of each weight file of a target; a Hub id's need no
-    download."""
+    """The SHA-256 of each weight file of a target (Git's id for files outside LFS).
+
+    The Hub tells those of a repository without a download.
+    """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if Path(path).is_dir():
@@ -156,17 +161,18 @@ def weights_digests(path: str, revision: str | None, names: Sequence[str]) -> li
 
 
 def require_whole_weights(head: Path) -> None:
-    """UserError if weights differ from those in a trained head's manifest."""
+    """UserError if weights differ from what a trained head's manifest records."""
     for name, (_, checksum) in storage.sound_record(head).get("files", {}).items():
         path = head / name
         is_weights = name.endswith((".safetensors", ".bin", ".pt")) and path.is_file()
         if is_weights and weights_digest(path)[:16] != checksum:
             raise UserError(
-                f"{path}: is damaged; train the head anew with --overwrite, or fetch it again"
+                f"{path}: is damaged; train the head again with --overwrite, or fetch it again"
             )
 
 
 def is_on_hub(path: Path | str) -> bool:
+    """Whether path can only be an id on the Hub; does not ask the Hub."""
     return not Path(path).exists() and HUB_ID.fullmatch(str(path)) is not None
 
 
@@ -189,8 +195,7 @@ def readable_errors(repo: str) -> Iterator[None]:
 
 
 def hub_answer(error: BaseException) -> str | None:
-    """What the Hub's answer means, also if another error hides it; None: no answer, or an unknown
-    one."""
+    """What the Hub's answer means, even if another error hides it; None: no known answer."""
     from huggingface_hub import constants, errors
 
     cause = error
@@ -201,7 +206,7 @@ def hub_answer(error: BaseException) -> str | None:
     answers = (  # the first that applies
         (
             isinstance(cause, errors.GatedRepoError),
-            "gated on the Hub; ask for access on its page: hf auth login",
+            "gated on the Hub; ask for access on its page, then log in: hf auth login",
         ),
         (
             isinstance(cause, errors.RepositoryNotFoundError),
@@ -221,7 +226,7 @@ def hub_answer(error: BaseException) -> str | None:
         (
             is_away and constants.HF_HUB_OFFLINE,
             "not in the local cache, and HF_HUB_OFFLINE forbids to ask the Hub; "
-            "unset it, or fetch it: hf download",
+            "unset HF_HUB_OFFLINE, or fetch the files first: hf download",
         ),
     )
     return next((answer for applies, answer in answers if applies), None)

@@ -32,12 +32,12 @@ from aerie.model.storage import CONFIG, plainly, read_json
 
 Taps = tuple[int, ...] | None
 UNSURE = {  # why the taps of an EAGLE-3 head are in doubt
-    "unnamed": "names no taps: the target's default ones will be taken",
-    "ambiguous": "only the target tells how its taps are numbered; give it with --target",
+    "unnamed": "names no taps: aerie will take the target's default taps",
+    "ambiguous": "only the target tells how the head's taps are numbered; give it with --target",
 }
 LLAMA_CPP = (
-    "llama.cpp's converter reads such taps from the layout speculators alone, and since its pull "
-    "request 25794 (July 2026); else the head gets hidden_states (2, n // 2, n - 3), in silence"
+    "llama.cpp's converter reads such taps only from the layout speculators, and since its pull "
+    "request 25794 (July 2026); else it silently gives the head hidden_states (2, n // 2, n - 3)"
 )
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 SCORES = ("step", "predicted_tau", "tau", "loss")
@@ -47,7 +47,10 @@ LM_HEAD = re.compile(r"(laws\.lm_heads\.\d+|lm_head)\.\w+")
 def inspect_head(
     path: Path | str, target: TargetFacts | None = None, after_blocks: Taps = None
 ) -> dict[str, Any]:
-    """All about a head, JSON-ready; `problems` is empty if it loads and fits the target."""
+    """All facts about a head, as JSON takes them; no `problems`: it loads and fits the target.
+
+    after_blocks: the taps, if the files name none. UserError if the files cannot be read.
+    """
     directory = head_directory(path)
     values = nested(read_json(directory / CONFIG))
     facts = nested(values, "aerie")
@@ -122,14 +125,14 @@ def inspect_head(
 def _taps_to_read(
     values: dict[str, Any], target: TargetFacts | None, after_blocks: Taps
 ) -> tuple[Taps, str | None]:
-    """Taps for a head whose files name none, and a key of UNSURE if they are in doubt."""
+    """The taps for a head whose files name none, and a key of UNSURE if they are in doubt."""
     if target is not None:
         return after_blocks or target.default_taps, None
     if after_blocks is not None or "after_blocks" in values:
         return after_blocks, None
     numbers = tap_numbers(values)
     if not numbers:
-        return (2, 3, 4), "unnamed"  # only their number matters
+        return (2, 3, 4), "unnamed"  # without a target only the number of taps matters
     is_ambiguous = values.get("architectures") == [COUNTS_OUTPUTS] and numbers[0] != 1
     return None, "ambiguous" if is_ambiguous else None
 
@@ -149,7 +152,7 @@ def _judge(
     facts: dict[str, Any],
     target: TargetFacts | None,
 ) -> tuple[list[str], list[str]]:
-    """Why the head does not load or fit, and what else to know about it."""
+    """Why the head does not load or fit, and remarks."""
     config = content.config
     problems: list[str] = []
     vocabulary = None
@@ -176,7 +179,7 @@ def _judge(
 
 
 def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str, Any]:
-    """The layout that each server loads, and why the head cannot be written in it."""
+    """By server: the layout that it loads, and why the head cannot be written in that layout."""
     kind = HEADS[content.kind]
     config: Any = content.config
     servers = {}
@@ -216,9 +219,9 @@ def _count_parameters(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def serve_command(head: dict[str, Any], server: str, target: str | None, draft: str) -> str:
-    """The command that serves a head with its server; "": it is not known.
+    """The command with which a server serves a head; "": none is known.
 
-    head: of inspect_head; draft: the head in the server's layout; target None: as draft names it.
+    head: from `inspect_head`. draft: the head in the server's layout. target None: draft names it.
     """
     drafts = head["drafts"]
     if server == "vLLM":
@@ -232,16 +235,16 @@ def serve_command(head: dict[str, Any], server: str, target: str | None, draft: 
         words += ["--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "32"]
     else:
         return ""
-    # servers turn float32 into a narrower dtype: some greedy answers would change
+    # Servers turn float32 into a narrower dtype, which would change some greedy answers.
     words += ["--dtype", "float32"] if head["target"]["dtype"] == "float32" else []
     arguments = head["template_arguments"]
-    if arguments and server == "vLLM":  # a request to SGLang gives them itself
+    if arguments and server == "vLLM":  # SGLang takes them from each request
         words += ["--default-chat-template-kwargs", json.dumps(arguments)]
     return shlex.join(words)
 
 
 def screen(head: dict[str, Any]) -> str:
-    """inspect_head's answer for people."""
+    """The facts of `inspect_head` as lines for people."""
     taps = head["taps"] or "none"
     if head["taps"] is None and head["kind"] == "eagle3":
         taps = "not determined without its target"

@@ -1,5 +1,4 @@
-"""Ships a head to the Hub: weights, records without local paths, and a card; never
-conversations."""
+"""Ships a head to the Hub: weights, records without local paths, and a card, no conversations."""
 
 import json
 import re
@@ -39,19 +38,19 @@ from aerie.model.storage import (
 
 Files = dict[str, Path | bytes]  # name in the repository -> local file or content
 Records = dict[str, dict[str, Any]]  # name in the repository -> what the file says
-TAG = "aerie"  # of every card
-MEASURE = "run aerie bench --overwrite and aerie report, or ship --without-results"
-DATA_FILES = (".json", ".jsonl", ".parquet")  # on a card stand data sets of the Hub, no files
+TAG = "aerie"  # every card has it
+MEASURE = "run aerie bench --overwrite and aerie report, or push --without-results"
+DATA_FILES = (".json", ".jsonl", ".parquet")  # a card lists data sets of the Hub, but no files
 
 ANY_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx)(\.index\.json)?|config\.json"
 )
-# of every push
+# files that a push may write, and so replace or remove
 OUR_FILES = re.compile(
     r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|\w+_lm_head\.pt"
     rf"|{TRAINED_FOLDER}/.*|summary\.json|" + "|".join(map(re.escape, SHIPPED_RECORDS))
 )
-SERVERS = {  # a layout's tags on a card
+SERVERS = {  # the tags that a card has for each layout
     "safeailab": ["eagle", "vllm"],
     "sglang": ["eagle", "sglang"],
     "speculators": ["speculators", "vllm"],
@@ -66,17 +65,19 @@ def pack(
     target_name: str | None = None,
     licence: str | None = None,
     allowed: Collection[str] = (),  # "without_results", "uncommitted"
-    # where to write a server's layout, and --target
+    # where to write the head in a server's layout, and its target
     server: tuple[Path, TargetFacts | None] | None = None,
 ) -> tuple[Files, list[str]]:
-    """The files of a push, and notes. A server's layout is the root, and ours goes into
-    TRAINED_FOLDER."""
+    """The files of a push, and notes; UserError if the head cannot be pushed.
+
+    With `server`, the root is in the server's layout, and our own goes into TRAINED_FOLDER.
+    """
     directory = head_directory(head["path"])
     if head["problems"]:
         raise UserError(head["problems"][0])
     if head["taps_open"] == "ambiguous":
         raise UserError(f"{directory}: {', '.join(head['guesses'])}")
-    # what was measured, and what it was made from
+    # --- what the head was made from, and what was measured with it
     run = run or directory.parent.parent
     records, notes = _records(directory, run, "without_results" in allowed)
     rows = _choose_results(head["kind"], records)
@@ -86,7 +87,7 @@ def pack(
         )
     if "uncommitted" not in allowed:
         _require_commit(directory, records)
-    # records under public names
+    # --- records without local paths
     target, target_notes = _public_target(head, directory, target_name)
     recipe_target = nested(records.get("recipe.yaml"), "target").get("path")
     spellings = (head["target"]["recorded"], recipe_target)
@@ -96,7 +97,7 @@ def pack(
     files |= _weight_files(directory / head["weights"])
     _add_calibrator(directory, files)
     stays = sorted(path.name for path in directory.iterdir() if path.name not in files)
-    # the layout of a server
+    # --- the layout of a server
     if server is not None:
         layout, server_notes = _export_for_server(head, target, *server)
         notes = [*server_notes, *notes]
@@ -108,11 +109,10 @@ def pack(
 
 
 def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records, list[str]]:
-    """What a push tells beside the weights: the head's own records, and what was measured with it;
-    notes."""
+    """The records of a push, and notes: the head's own, and what was measured with the head."""
     notes: list[str] = []
     records = {name: _read_record(directory / name) for name in (CONFIG, *PROVENANCE)}
-    # only what was measured with this head, or with its original
+    # Only what was measured with this head, or with its original, may be shipped.
     heads_files = [digests(directory), nested(records[CONFIG], "aerie", "exported_from", "files")]
     for path, stage in (
         (run / "report/summary.json", "bench"),
@@ -130,8 +130,10 @@ def _records(directory: Path, run: Path, without_results: bool) -> tuple[Records
 
 
 def _was_measured(measured: Any, heads_files: list[dict[str, Any]]) -> bool:
-    """Whether one of the measured heads (a bench may have several) has some of these files'
-    digests."""
+    """Whether one of the measured heads is one of these; a bench may have measured several.
+
+    Heads are told by the digests of their files.
+    """
     for files in measured if isinstance(measured, list) else [measured]:
         if files and any(files.items() <= known.items() for known in heads_files):
             return True
@@ -139,8 +141,10 @@ def _was_measured(measured: Any, heads_files: list[dict[str, Any]]) -> bool:
 
 
 def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
-    """The rows of summary.json for a card; the summary stays in records only if some are of this
-    head."""
+    """The rows of summary.json for a card.
+
+    Drops the summary from the records if no row is of a head of this kind.
+    """
     summary = records.pop("summary.json", {})
     rows = [
         row
@@ -148,7 +152,7 @@ def _choose_results(kind: str, records: Records) -> list[dict[str, Any]]:
         if row["status"] == "ok" and row["head"] in (None, kind)
     ]
     if any(row["head"] for row in rows):
-        if "calibration.json" not in records:  # then it was made with another head
+        if "calibration.json" not in records:  # it was made with another head
             summary.pop("calibration", None)
         records["summary.json"] = summary
     return rows
@@ -159,7 +163,7 @@ def _require_commit(directory: Path, records: Records) -> None:
         dirty = "this checkout" if is_dirty() else "the tree that trained it"
         raise UserError(
             f"{directory}: {dirty} differs from the card's commit; "
-            "train from a commit, or --uncommitted"
+            "train from a commit, or push with --uncommitted"
         )
 
 
@@ -169,7 +173,7 @@ def _public_target(
     """What the card calls the target, and notes."""
     target = target_name or head["target"]["recorded"] or head["target"].get("given")
     if target is None:
-        raise UserError(f"{directory}: its files name no target; name it with --target-name")
+        raise UserError(f"{directory}: its files name no target; give --target-name")
     if is_on_hub(target):
         return target, []
     target = last_part(target)
@@ -185,7 +189,7 @@ def _weight_files(weights: Path) -> Files:
 
 
 def _add_calibrator(directory: Path, files: Files) -> None:
-    """A calibrator names its head by digests: they must be those of the shipped config.json."""
+    """Adds the calibrator, which names its head by digests, with those of the shipped files."""
     calibrator = _read_record(directory / CALIBRATOR)
     known = digests(directory)
     if calibrator.get("head") == known:
@@ -196,12 +200,14 @@ def _add_calibrator(directory: Path, files: Files) -> None:
 def _export_for_server(
     head: dict[str, Any], name: str, folder: Path, target: TargetFacts | None
 ) -> tuple[str, list[str]]:
-    """Writes a trained head to folder in a server's layout; returns that layout ("": none), and
-    notes."""
+    """Writes a trained head to folder in a server's layout.
+
+    Returns the layout ("": none can carry the head), and notes.
+    """
     recorded = head["target"]["recorded"]
     if head["layout"] != "aerie" or not (target or recorded):
         return "", []
-    notes: dict[str, None] = {}  # each once
+    notes: dict[str, None] = {}  # a dict, so that each note comes once
     for server in head["servers"].values():
         try:
             if server["refused"]:
@@ -217,7 +223,7 @@ def _export_for_server(
 
 
 def _as_served(head: dict[str, Any], layout: str, folder: Path) -> dict[str, Any]:
-    """What the card tells of the head in folder, a server's layout."""
+    """The head's facts for the card, if folder holds it in a server's layout."""
     weights = f"{WEIGHTS}; as it was trained, for aerie, in the folder {TRAINED_FOLDER}/"
     dtype = nested(_read_record(folder / CONFIG), "aerie")[TARGET_DTYPE]
     target = {**head["target"], "dtype": dtype}
@@ -225,7 +231,7 @@ def _as_served(head: dict[str, Any], layout: str, folder: Path) -> dict[str, Any
 
 
 def _below_server(files: Files, folder: Path, names: dict[str, str]) -> Files:
-    """The files of a push whose root is the head in folder; those of the trained head are below."""
+    """The files of a push with the head of `folder` in its root, and the trained head below."""
     below: Files = {}
     for name, file in files.items():
         below[name if name == "summary.json" else f"{TRAINED_FOLDER}/{name}"] = file
@@ -235,7 +241,7 @@ def _below_server(files: Files, folder: Path, names: dict[str, str]) -> Files:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """{} for a file that is not there."""
+    """The table in a JSON or YAML file; {} if there is no file."""
     if not path.is_file():
         return {}
     return read_yaml(path)[0] if path.suffix == ".yaml" else nested(read_json(path))
@@ -258,7 +264,7 @@ def _card(
     from huggingface_hub import ModelCard, ModelCardData
 
     conversations = nested(records.get("recipe.yaml"), "data").get("conversations") or []
-    # names of data sets, without subset and split
+    # the names of data sets, without subset and split
     sources = dict.fromkeys(name.split(":")[0] for name in conversations)
     datasets = [name for name in sources if is_on_hub(name) and not name.endswith(DATA_FILES)]
     layout_tags = SERVERS.get(head["layout"], [])
@@ -298,7 +304,7 @@ def _card(
 
 
 def _eval_results(rows: list[dict[str, Any]]) -> list[Any]:
-    """The card's metadata about what was measured, as the Hub shows it."""
+    """What was measured, as metadata that the Hub shows."""
     from huggingface_hub import EvalResult
 
     return [
@@ -316,7 +322,7 @@ def _eval_results(rows: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-# a text that is one local path, perhaps behind --option=
+# a text that is a local path, perhaps behind --option=
 WHOLE_PATH = re.compile(r"(--?[\w.-]+=)?((?:~|/|\.\./).*)")
 # a local path inside a text
 INNER_PATH = re.compile(r"""(?<![\w./~-])(?!//)(?:~\w*|(?:\.\./)*\.\.)?/[^\s'"\[\](){}<>,;=|]+""")
@@ -325,15 +331,17 @@ SECRET_OPTION = re.compile(r"(?s)(--distill[\w.]*[= ]).*")
 
 
 def public(value: Any, names: dict[str, str], is_secret: bool = False) -> Any:
-    """A record without secrets; local paths, also in keys, become public names: from `names`, else
-    the last part."""
+    """A record without secrets and local paths, for publication.
+
+    A path, also in a key, becomes its public name in `names`, else its last part.
+    """
     if isinstance(value, dict):
         return {
             public(key, names): public(entry, names, is_secret or key in ("extra_body", "headers"))
             for key, entry in value.items()
         }
     if isinstance(value, list):
-        return [  # secret is also the word behind --distill.server.extra_body
+        return [  # the word after --distill.server.extra_body is secret, too
             public(entry, names, is_secret or str(option).startswith("--distill"))
             for option, entry in pairwise([None, *value])
         ]
@@ -358,14 +366,14 @@ def last_part(path: str) -> str:
 
 
 def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
-    """Files of an earlier push to remove; UserError if the repository is another's."""
+    """The files of an earlier push to remove; UserError if the repository is not a push of ours."""
     from huggingface_hub import HfApi, errors
 
     api = HfApi()
     with readable_errors(repo):
         try:
             info = api.model_info(repo, revision=revision)
-        except errors.RevisionNotFoundError:  # a new branch begins as main
+        except errors.RevisionNotFoundError:  # a new branch begins as a copy of main
             info = api.model_info(repo)
         except errors.RepositoryNotFoundError:
             return []
@@ -375,7 +383,7 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
         if weights:
             raise UserError(
                 f"{repo}: is somebody else's: it holds {', '.join(weights[:4])}, "
-                f"but no card of {TAG}; name another repository"
+                f"but its card has no tag {TAG}; name another repository"
             )
         return []
     return sorted(name for name in present if name not in files and OUR_FILES.fullmatch(name))
@@ -384,11 +392,11 @@ def removals(repo: str, files: Files, revision: str | None = None) -> list[str]:
 def upload(
     repo: str, files: Files, revision: str | None = None, private: bool = False
 ) -> tuple[str, list[str]]:
-    """Ships files in one commit; returns its address, and which files it removed."""
+    """Ships files in one commit; returns the commit's address, and the names of removed files."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     removed = removals(repo, files, revision)
-    # one commit (upload_folder may make several): a repository must never hold two heads
+    # One commit, where upload_folder may make several: a repository must never hold two heads.
     operations: list[Any] = [CommitOperationAdd(name, file) for name, file in sorted(files.items())]
     operations += [CommitOperationDelete(name) for name in removed]
     api = HfApi()

@@ -104,14 +104,14 @@ generate {recipe} --prompt x --generation.repetition_penalty -1.5 --max-new-toke
 generate {recipe} --prompt x --max-new-tokens 0 --plan => max_new_tokens must be at least 1
 generate {recipe} --prompt x --head {bad}/list => list/config.json: has no
 generate {recipe} --prompt x --target {bad}/lost
-    => generation_config.json: is no regular file, or a link to none
+    => generation_config.json: is no regular file, or a broken link
 generate {recipe} --prompt x --head {bad}/nowhere => nowhere: holds no head
 generate {recipe} --prompt x --temperature -1
     => temperature: input should be greater than or equal to 0
 generate {recipe} --prompt x --temperature 1 --top-p 0 => top_p: input should be greater than 0
 generate --prompt x --run {bad}/nowhere => recipe.yaml: no such file
 chat --config {bad}/pipe.yaml => pipe.yaml: a pipe or a device
-calibrate {recipe} --calibrate.method pld => pld has no head
+calibrate {recipe} --calibrate.method pld => pld drafts without a head
 tune --config {bad}/empty.yaml => empty.yaml: a recipe is a mapping of sections; this is NoneType
 tune {recipe} --head {root}/run => run: a run and no head
 report --config {bad}/date.yaml => date.yaml: not YAML (month must be in 1..12)
@@ -126,15 +126,15 @@ verify {recipe} --draws 10 => needs at least 1 prompt and 200 draws
 verify --config {bad}/code.yaml => code.yaml:1: not YAML (could not determine a constructor
 inspect {bad}/nowhere => nowhere: holds no head
 inspect {root}/run => run: a run and no head
-inspect {root}/target => a whole language model and no draft head: a target, or a draft_lm
+inspect {root}/target => a whole language model and no draft head; a draft_lm
 inspect {root}/run/heads/eagle3 --after-blocks 3,2 => --after-blocks: invalid taps value: '3,2'
 convert {root}/run/heads/eagle1 --to vllm --target {root}/target --out {root}/run => run: not empty
 convert {root}/run/heads/eagle1 --to sglang --target {root}/target --out {root}/q.txt/x
     => written (Not a directory)
-push {root}/run/heads/eagle1 --repo noname => --repo noname: no repository name
+push {root}/run/heads/eagle1 --repo noname => --repo noname: is no repository name
 push {root}/run/heads/eagle1 --repo me/head --dry-run => no measured results
 push {root}/run/heads/eagle1 --repo me/head --without-results --uncommitted
-    => name it with --target-name
+    => give --target-name
 """
 
 

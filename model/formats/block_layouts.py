@@ -1,5 +1,8 @@
-"""Block heads in speculators 0.9 (dflash, and dspark with a path correction; vLLM loads both) and
-as z-lab publishes them (SGLang loads these). Tensors have our names in all three."""
+"""Block heads in the layouts of speculators 0.9 and of z-lab.
+
+vLLM loads speculators' dflash, and dspark, which has a path correction. SGLang loads z-lab's
+layout. Tensors have our names in all three.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from aerie.model.formats.eagle_layouts import LAYER, SERVER, TYPE, speculators_v
 from aerie.model.heads.block import BlockConfig
 
 TAPS = "aux_hidden_state_layer_ids"
-# DSpark's; ours is measured by `aerie calibrate`
+# DSpark's confidence head; aerie calibrates the confidence that it measures itself
 CONFIDENCE: content.RenameRule = (r"^confidence_head\..*$", "")
 FROM_TARGET: content.RenameRule = (
     r"^(embed_tokens|lm_head|verifier_lm_head|verifier_norm)\.weight$",
@@ -21,6 +24,7 @@ FROM_TARGET: content.RenameRule = (
 
 
 def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
+    """A block head; UserError for options that our block heads do not have."""
     values, path = files.values, files.config_path
     if layout == "speculators":
         extra, layer = values, content.nested(values, LAYER)
@@ -44,7 +48,7 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
     }
     if any(name.startswith("confidence_head.") for name in files.tensors):
         guesses.append(
-            "its confidence head is left out: aerie calibrate measures what confidence is worth"
+            "its confidence head is left out: aerie calibrate measures confidence itself"
         )
     sizes = content.read_sizes(complete_layer, path)
     return content.HeadContent(
@@ -58,8 +62,10 @@ def read_block(files: content.HeadFiles, layout: str) -> content.HeadContent:
 def _refuse_unknown(
     values: dict[str, Any], layer: dict[str, Any], complete_layer: dict[str, Any], path: Path
 ) -> None:
-    """UserError for a head of another form; layer: as its file has it, and with Qwen3's
-    defaults."""
+    """UserError for a head of another form.
+
+    layer: the layer's settings in the file; complete_layer: the same with Qwen3's defaults.
+    """
     vocab_size = complete_layer["vocab_size"]
     draft_size = values.get("draft_vocab_size", vocab_size)
     correction = values.get("markov_head_type", "vanilla")
@@ -78,12 +84,12 @@ def _refuse_unknown(
 
 
 def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
-    """Refuses as `refuse_eagle` does; `sglang` is z-lab's layout."""
-    nowhere = {  # options that no server has
+    """Refuses as `refuse_eagle` does; the layout `sglang` is z-lab's."""
+    nowhere = {  # options that no server supports
         "in_block causal": config.in_block == "causal",
         "anchor_feature": config.anchor_feature,
         f"markov_order {config.markov_order}": config.markov_rank and config.markov_order > 1,
-        # vLLM drafts rubbish with runner V1, and stops with V2
+        # vLLM's runner V1 drafts rubbish, and V2 stops.
         "sample_from_anchor without markov_rank": config.sample_from_anchor
         and not config.markov_rank,
     }
@@ -103,7 +109,7 @@ def refuse_block(layout: str, config: Any, target: content.TargetFacts | None = 
 def write_block(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """Writes a head as `write_eagle1` does."""
+    """Like `write_eagle1`, for a block head."""
     config: Any = head.config
     refuse_block(layout, config)
     sizes, notes = content.write_sizes(config, target)

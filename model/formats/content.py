@@ -1,4 +1,4 @@
-"""What all layouts share: Llama's sizes, RoPE and the taps."""
+"""What all layouts share: a head's content, Llama's sizes, RoPE and the taps."""
 
 import math
 import re
@@ -27,13 +27,13 @@ from aerie.model.target import (
 )
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
-TARGET_DTYPE = "target_dtype"  # under "aerie" of an export
+TARGET_DTYPE = "target_dtype"  # a key under "aerie" in an export's config.json
 SPECULATIVE_TOKENS = 5  # speculators' default for EAGLE-3
-VLLM_FAULTS = {  # by option and value: of vLLM 0.32
+VLLM_FAULTS = {  # by option and value: what vLLM 0.32 does with it
     ("bias", True): "vLLM drops fc.bias in silence, and drafts rubbish",
     ("markov_head", "gated"): "vLLM stops at the tensor gate_proj of markov_head: gated",
 }
-RenameRule = tuple[str, str | Callable[[re.Match[str]], str]]  # for re.sub
+RenameRule = tuple[str, str | Callable[[re.Match[str]], str]]  # pattern and replacement of re.sub
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class HeadFiles:
 
 @dataclass(frozen=True)
 class HeadContent:
-    """A head under our names, without the tensors that its file leaves out."""
+    """A head with our names for its tensors, without those that its file leaves out."""
 
     config: AnyConfig
     tensors: dict[str, Tensor]
-    guesses: tuple[str, ...] = ()  # where the files say nothing
-    is_embedding_optional: bool = False  # without one in the file, it is the target's
-    speculative_tokens: int | None = None  # that a server drafts per cycle
+    guesses: tuple[str, ...] = ()  # sentences about what the files do not say
+    is_embedding_optional: bool = False  # if the file has none, it is the target's
+    speculative_tokens: int | None = None  # how many tokens a server drafts per cycle
 
     @property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ class HeadContent:
 
     @property
     def drafts(self) -> int:
-        """Tokens that a server is told to draft per cycle: what its file says, else its places."""
+        """How many tokens a server shall draft per cycle: what the file says, else all it can."""
         config: Any = self.config
         levels: int = getattr(config, "num_heads", SPECULATIVE_TOKENS)
         places: int = getattr(config, "num_drafted", levels)
@@ -69,7 +69,7 @@ class HeadContent:
 
     @property
     def method(self) -> str:
-        """What vLLM calls its way to draft; "": it has none."""
+        """vLLM's name of the head's method; "": vLLM has none."""
         return "dspark" if getattr(self.config, "markov_rank", 0) else HEADS[self.kind].method
 
 
@@ -80,7 +80,7 @@ class TargetFacts:
     path: str
     text_config: Any
     vocab: VocabWeights
-    name: str  # what servers are told to load
+    name: str  # what servers shall load
     architectures: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
 
@@ -105,9 +105,9 @@ Export = tuple[dict[str, Any], dict[str, Tensor], list[str]]
 
 
 class Formats(NamedTuple):
-    """How other programs lay a kind of head out."""
+    """How other programs lay out a kind of head."""
 
-    # (files, layout) -> the head under our names
+    # (files, layout) -> the head's content
     read: Callable[[HeadFiles, str], HeadContent]
     # (layout, config, target if known): UserError for what the layout's readers would drop or
     # misread
@@ -117,7 +117,7 @@ class Formats(NamedTuple):
 
 
 def vllm_faults(config: AnyConfig) -> list[str]:
-    """Why vLLM does not draft as this head does, although its layout has a place for all."""
+    """Why vLLM does not draft as this head does, although the layout can carry the head."""
     return [
         fault
         for (option, value), fault in VLLM_FAULTS.items()
@@ -137,7 +137,7 @@ def nested(values: Any, *keys: str) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Tensor], rules: Sequence[RenameRule]) -> dict[str, Tensor]:
-    """The tensors, renamed by each rule in turn; an empty name drops its tensor."""
+    """The tensors, renamed by each rule in turn; an empty new name drops the tensor."""
     for pattern, replacement in rules:
         tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
     tensors.pop("", None)
@@ -145,23 +145,26 @@ def renamed(tensors: dict[str, Tensor], rules: Sequence[RenameRule]) -> dict[str
 
 
 def proposed_tokens(values: dict[str, Any]) -> int | None:
-    """How many tokens servers draft per cycle, if config.json (of speculators) says it."""
+    """How many tokens servers draft per cycle, if speculators' config.json says so."""
     proposals = nested(values, "speculators_config").get("proposal_methods")
     return proposals[0].get("speculative_tokens") if proposals else None
 
 
 NUMBERED = "eagle_aux_hidden_state_layer_ids"
 COUNTS_OUTPUTS = "LlamaForCausalLMEagle3"  # SpecForge's and SGLang's architecture
-DEFAULT_POSITIONS = 2048  # of SafeAILab's EConfig
+DEFAULT_POSITIONS = 2048  # the default of SafeAILab's EConfig
 ATTENTION_FACTOR = "attn_factor"  # as vLLM and SGLang read it
-LLAMA_KEYS = (  # that EAGLE heads have
+LLAMA_KEYS = (  # Llama's keys that EAGLE heads have
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "head_dim vocab_size hidden_act rms_norm_eps max_position_embeddings rope_theta"
 ).split()
 
 
 def configured(schema: type[ConfigT], values: dict[str, Any], path: Path) -> ConfigT:
-    """A head's checked configuration; None: the default."""
+    """A head's checked configuration; a value of None stands for the default.
+
+    UserError for a value that is wrong, or that heads do not support.
+    """
     present = {name: value for name, value in values.items() if value is not None}
     config: Any = validate(present, schema, str(path), {})
     for name, size in vars(config).items():
@@ -180,18 +183,18 @@ def configured(schema: type[ConfigT], values: dict[str, Any], path: Path) -> Con
 
 
 def _check_size(name: str, size: Any, path: Path) -> None:
-    """UserError for a size with which building the head would fail or fill the memory."""
+    """UserError for a size with which the head could not be built, or would fill the memory."""
     limit: float = 2**10 if name.startswith("num_") else 2**24
     if isinstance(size, float):
         limit = math.inf
-    # it must be above this
+    # the size must be above this
     below = -1 if name.endswith(("_id", "_rank")) else int(name == "block_size")
     if not below < size < limit:
         raise UserError(f"{path}: {name} is {size:,}; it must be above {below} and below {limit:,}")
 
 
 def read_sizes(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The sizes of an EAGLE or block head; defaults are those of SafeAILab's EConfig."""
+    """The sizes of an EAGLE or block head; their defaults are those of SafeAILab's EConfig."""
     width = values.get("hidden_size")
     heads = values.get("num_attention_heads")
     sizes: dict[str, Any] = {
@@ -208,23 +211,26 @@ def read_sizes(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def read_rope(values: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
-    """RoPE's base and scaling, spelt as in transformers 4 or 5; default base: 10,000 as published,
-    not the target's."""
+    """RoPE's base and scaling, from the keys of transformers 4 or 5.
+
+    The default base is the published 10,000, not the target's.
+    """
     parameters = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling") or {}
     tables = {"rope_parameters": parameters, "rope_scaling": scaling, "config.json": values}
     bases = {name: table["rope_theta"] for name, table in tables.items() if table.get("rope_theta")}
     if len(set(bases.values())) > 1:
         spelt = ", ".join(f"{base} in {name}" for name, base in bases.items())
-        raise UserError(f"{path}: rope_theta is {spelt}; keep the one of its training")
+        raise UserError(f"{path}: rope_theta is {spelt}; keep the one of the head's training")
     scaling = dict(scaling or parameters)
     scaling.pop("rope_theta", None)
     partial = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
     if partial not in (None, 1.0):
         raise UserError(
-            f"{path}: partial_rotary_factor is {partial}: heads rotate all of each attention head"
+            f"{path}: partial_rotary_factor is {partial}, which is not supported: "
+            "heads rotate all of each attention head"
         )
-    if "type" in scaling:  # transformers 4
+    if "type" in scaling:  # the key of transformers 4
         scaling.setdefault("rope_type", scaling.pop("type"))
     context = values.get("max_position_embeddings") or values.get("max_sequence_length")
     try:
@@ -246,14 +252,15 @@ def write_sizes(
     scaling = config.rope_scaling or {}
     positions = config.max_position_embeddings
     target_positions = int(getattr(target.text_config, "max_position_embeddings", 0) or 0)
-    # The longer one, if RoPE does not depend on it: servers draft nothing, or noise, beyond it.
+    # Beyond the head's positions servers draft nothing, or noise. So the longer number is written,
+    # if RoPE does not depend on it.
     if target_positions > positions and scaling.get("rope_type") in (None, "linear", "llama3"):
         notes.append(
             f"max_position_embeddings {positions:,} is written as {target_positions:,}, "
-            "the target's: servers stop there"
+            "the target's: servers stop drafting there"
         )
         positions = target_positions
-    if "attention_factor" in scaling:  # which vLLM and SGLang do not read
+    if "attention_factor" in scaling:  # vLLM and SGLang read another key
         factor = scaling["attention_factor"] / yarn_factor(scaling["factor"])
         scaling = {**scaling, ATTENTION_FACTOR: factor}
     return {
@@ -267,6 +274,7 @@ def write_sizes(
 
 
 def tap_numbers(values: dict[str, Any]) -> Any:
+    """The taps of a config.json in its own numbering; None if it names none."""
     return values.get(NUMBERED) or nested(values, "eagle_config").get(NUMBERED)
 
 
@@ -276,9 +284,9 @@ def read_taps(
     path: Path,
     is_speculators: bool = False,
 ) -> tuple[tuple[int, ...], list[str]]:
-    """after_blocks (fallback if the files name none), and what was guessed.
+    """after_blocks (the fallback if config.json names none), and what was guessed.
 
-    Two numberings circulate: entries of hidden_states, and outputs of blocks (one less).
+    Two numberings are in use: entries of hidden_states, and outputs of blocks, which are one less.
     """
     after_blocks = values.get("after_blocks")
     numbers = tap_numbers(values)
@@ -287,12 +295,16 @@ def read_taps(
     fix = f'entries of transformers\' hidden_states with "tap_convention": {TAP_CONVENTION!r}'
     if after_blocks is not None:
         if values.get("tap_convention") != TAP_CONVENTION:
-            raise UserError(f"{path}: another tap_convention; after_blocks must be {fix}")
+            raise UserError(
+                f"{path}: tap_convention is {values.get('tap_convention')!r}; "
+                f"after_blocks must be {fix}"
+            )
         return tuple(after_blocks), []
     if numbers is None:
         if fallback is None:
             raise UserError(
-                f'{path}: names no taps; load it with its target, or add "after_blocks", {fix}'
+                f"{path}: names no taps; load the head with its target, "
+                f'or add "after_blocks", {fix}'
             )
         return fallback, [f"names no taps; {list(fallback)} are taken (entries of hidden_states)"]
     entries = tuple(numbers)
@@ -302,7 +314,7 @@ def read_taps(
     if _counts_outputs(entries, fallback, values.get("architectures")):
         taps, what = tuple(number + 1 for number in numbers), "outputs of blocks"
     return taps, [
-        f"{NUMBERED} {numbers} are taken as {what}: the head reads hidden_states {list(taps)}"
+        f"{NUMBERED} {numbers} are taken as {what}, so the head reads hidden_states {list(taps)}"
     ]
 
 
@@ -310,14 +322,19 @@ def _check_numbers(name: str, numbers: Any, path: Path) -> None:
     is_list = isinstance(numbers, list) and all(type(number) is int for number in numbers)
     is_ascending = is_list and numbers and numbers[0] >= 0 and numbers == sorted(set(numbers))
     if numbers is not None and not is_ascending:
-        raise UserError(f"{path}: {name} is {numbers!r}; block numbers must ascend without repeats")
+        raise UserError(
+            f"{path}: {name} is {numbers!r}; it must be a list of block numbers that ascend "
+            "without repeats"
+        )
 
 
 def _counts_outputs(
     numbers: tuple[int, ...], default_taps: tuple[int, ...] | None, architectures: Any
 ) -> bool:
-    """Whether numbers count the outputs of blocks: the target's default taps tell, else the first
-    number."""
+    """Whether the numbers count outputs of blocks.
+
+    The target's default taps tell, if the numbers are these; else the first number.
+    """
     if default_taps in (numbers, tuple(number + 1 for number in numbers)):
         return default_taps != numbers
     is_trained_so = default_taps is not None and architectures == [COUNTS_OUTPUTS]
@@ -325,7 +342,7 @@ def _counts_outputs(
 
 
 def unread(values: dict[str, Any]) -> tuple[str, ...]:
-    """A sentence for each key that matters to drafting but is ignored here."""
+    """A sentence for each key that matters to drafting, but that aerie ignores."""
     sentences: dict[str, Any] = {}  # whether it applies
     parts = [values, nested(values, "transformer_layer_config"), nested(values, "eagle_config")]
     for part in parts:
@@ -335,11 +352,11 @@ def unread(values: dict[str, Any]) -> tuple[str, ...]:
         is_windowed = window is not None and part.get("use_sliding_window", True)
         is_windowed = is_windowed and (others or not kinds)
         for sentence, applies in (
-            (f"layer_types names {', '.join(others)}: attention is full here", others),
-            (f"sliding_window is {window}: attention is full here", is_windowed),
-            ("parallel_drafting: it drafts token by token here", part.get("parallel_drafting")),
+            (f"layer_types names {', '.join(others)}: aerie's attention is full", others),
+            (f"sliding_window is {window}: aerie's attention is full", is_windowed),
+            ("parallel_drafting: aerie drafts token by token", part.get("parallel_drafting")),
             (
-                "quantization_config: the weights are read as they are",
+                "quantization_config: aerie reads the weights as they are",
                 part.get("quantization_config"),
             ),
         ):

@@ -1,5 +1,7 @@
-"""EAGLE heads of SafeAILab's code, SGLang, and speculators (EAGLE-3: 0.9.0, EAGLE-1: 0.1 to
-0.4)."""
+"""EAGLE heads in the layouts of SafeAILab's code, SGLang and speculators.
+
+speculators 0.9.0 has EAGLE-3 heads, and 0.1 to 0.4 have EAGLE-1 heads.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,11 @@ from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 
 LAYER, TYPE = "transformer_layer_config", "speculators_model_type"
-SERVER = "made_for"  # under "aerie": the versions that count taps this way
-ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros, only for SGLang
-FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab calls this layer midlayer
-DERIVED: content.RenameRule = (
-    r"^.*rotary_emb\.inv_freq$",
-    "",
-)  # RoPE's frequencies, in old pickles
+SERVER = "made_for"  # under "aerie": the server, with the versions that count taps this way
+ZERO_BIAS = "fc_bias_is_padding"  # under "aerie": fc.bias is zeros that only SGLang needs
+FIRST_LAYER = "layers.0.hidden_norm.weight"  # SafeAILab's name of this layer is midlayer
+# RoPE's frequencies, which old pickles hold
+DERIVED: content.RenameRule = (r"^.*rotary_emb\.inv_freq$", "")
 EARLY_NAMES: tuple[content.RenameRule, ...] = (
     (r"^fusion_fc\.", "fc."),
     (r"^transformer\.", "layers.0."),
@@ -33,18 +33,15 @@ FROM_MIDLAYER: tuple[content.RenameRule, ...] = (
     (r"^midlayer\.", "layers.0."),
 )
 SPECULATORS_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-LOST: dict[str, tuple[str, ...]] = {  # options that readers would silently drop
+LOST: dict[str, tuple[str, ...]] = {  # by layout: options that its readers silently drop
     "safeailab": ("qk_norm", *SPECULATORS_FLAGS),
     "sglang": ("qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc"),
     "speculators": (),
 }
-PUBLISHED_TAPS = 3  # of EAGLE-3
-VLLM_SINCE = {
-    "norm_before_fc": 38111,
-    "fc_norm": 46488,
-    "norm_output": 46488,
-}  # March and June 2026
-CHECKED = "0.5.10 to 0.5.23"  # versions of SGLang
+PUBLISHED_TAPS = 3  # how many taps EAGLE-3 has
+# The pull requests since which vLLM reads an option (March and June 2026).
+VLLM_SINCE = {"norm_before_fc": 38111, "fc_norm": 46488, "norm_output": 46488}
+CHECKED = "0.5.10 to 0.5.23"  # the versions of SGLang to which TAP_RULES apply
 TAP_RULES = read_yaml(Path(__file__).with_name("sglang.yaml"))[0]
 
 
@@ -53,10 +50,10 @@ def read_eagle1(files: content.HeadFiles, layout: str) -> content.HeadContent:
     is_early = layout == "speculators"
     tensors = content.renamed(files.tensors, (DERIVED, *(EARLY_NAMES if is_early else ())))
     if values.get("layernorms"):
-        raise UserError(f"{path}: layernorms is true: a HASS head; such heads are not supported")
+        raise UserError(f"{path}: layernorms is true, as in HASS heads, which are not supported")
     if layout == "safeailab" and "bias" not in values and "fc.bias" not in tensors:
         raise UserError(
-            f'{path}: has no "bias", which means true, but the weights have no fc.bias; '
+            f'{path}: has no key "bias", which means true, but the weights have no fc.bias; '
             'add "bias": false'
         )
     is_padded = content.nested(values, "aerie").get(ZERO_BIAS)
@@ -79,7 +76,7 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     extra = content.nested(values, "eagle_config")
     if extra.get("use_aux_hidden_state") is False:
         raise UserError(
-            f"{path}: use_aux_hidden_state is false: heads that read no taps are not supported"
+            f"{path}: use_aux_hidden_state is false; heads that read no taps are not supported"
         )
     rules = (DERIVED, *(TO_MIDLAYER if FIRST_LAYER in files.tensors else ()))
     tensors = content.renamed(files.tensors, rules)
@@ -87,12 +84,12 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
     taps, guesses = content.read_taps(values, files.after_blocks, path, is_speculators)
     draft_size = sizes.get("vocab_size")
     if is_speculators:
-        draft_size = 32_000  # if config.json does not say
+        draft_size = 32_000  # speculators' default
         if "t2d" in tensors and tensors["t2d"].ndim == 1:
-            sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote another number
+            sizes["vocab_size"] = tensors["t2d"].shape[0]  # early exports wrote a wrong number
         if "norm_before_residual" not in values:
             guesses.append(
-                "norm_before_residual is missing; false is taken, as by speculators (vLLM: true)"
+                "norm_before_residual is missing; aerie takes false, as speculators do (vLLM: true)"
             )
     options = {
         "draft_vocab_size": values.get("draft_vocab_size") or draft_size,
@@ -116,8 +113,10 @@ def read_eagle3(files: content.HeadFiles, layout: str) -> content.HeadContent:
 def write_eagle1(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """config.json's values, tensors and notes; UserError for what readers would silently drop or
-    misread."""
+    """config.json's values, tensors and notes.
+
+    UserError for what readers would silently drop or misread.
+    """
     config: Any = head.config
     refuse_eagle(layout, config, target)
     values, notes = _llama_values(layout, head, target)
@@ -129,17 +128,17 @@ def write_eagle1(
     if not config.bias:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
         values["aerie"] = {ZERO_BIAS: True}
-        notes.append("fc.bias of zeros is added: SGLang would have a random one")
+        notes.append("fc.bias of zeros is added: without it SGLang would have a random one")
     return values, tensors, notes
 
 
 def write_eagle3(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """Writes a head as `write_eagle1` does."""
+    """Like `write_eagle1`, for EAGLE-3."""
     config: Any = head.config
     refuse_eagle(layout, config, target)
-    tensors = dict(head.tensors)  # with the embedding: not every reader takes the target's
+    tensors = dict(head.tensors)  # with the embedding, as not every reader takes the target's
     if config.draft_vocab_size == config.vocab_size:  # readers expect no tables then
         del tensors["d2t"], tensors["t2d"]
     if layout == "speculators":
@@ -147,7 +146,9 @@ def write_eagle3(
         return values, content.renamed(tensors, FROM_MIDLAYER), notes
     values, notes = _llama_values(layout, head, target)
     values["draft_vocab_size"] = config.draft_vocab_size
-    if config.target_hidden_size != config.hidden_size:  # null would be read as a width
+    if (
+        config.target_hidden_size != config.hidden_size
+    ):  # only then, as readers take null for a width
         values["target_hidden_size"] = config.target_hidden_size
     values |= {
         "bias": False,
@@ -164,7 +165,7 @@ def write_eagle3(
 def _llama_values(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> tuple[dict[str, Any], list[str]]:
-    """What SafeAILab's code and SGLang read of a decoder layer, and notes."""
+    """The values that SafeAILab's code and SGLang read for a decoder layer, and notes."""
     config: Any = head.config
     sizes, notes = content.write_sizes(config, target)
     if layout != "safeailab":
@@ -181,7 +182,7 @@ def _speculators_eagle3(
     config: Any = head.config
     sizes, notes = content.write_sizes(config, target)
     notes += [
-        f"{name} needs a vLLM with its pull request {number}; earlier ones drop it in silence"
+        f"{name} needs a vLLM with its pull request {number}; earlier ones silently drop it"
         for name, number in VLLM_SINCE.items()
         if getattr(config, name)
     ]
@@ -191,7 +192,7 @@ def _speculators_eagle3(
         "attention_bias": False,
         "mlp_bias": False,
     }
-    if len(config.after_blocks) != PUBLISHED_TAPS:  # else vLLM's fc has another shape
+    if len(config.after_blocks) != PUBLISHED_TAPS:  # otherwise vLLM's fc would have another shape
         layer["num_aux_hidden_states"] = len(config.after_blocks)
     is_as_wide = config.target_hidden_size == config.hidden_size
     return {
@@ -207,14 +208,14 @@ def _speculators_eagle3(
 def _sglang_eagle3(config: Any, target: content.TargetFacts) -> tuple[dict[str, Any], list[str]]:
     flags = {"fc_norm": config.fc_norm, "norm_output": config.norm_output}
     notes = [
-        f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones drop it in silence"
+        f"{name} (EAGLE-3.1) needs SGLang 0.5.12; earlier ones silently drop it"
         for name, is_on in flags.items()
         if is_on
     ]
     taps = config.after_blocks
     numbers, versions = sglang_numbers(taps, target.default_taps, target.architectures)
     values = {**flags, "norm_before_residual": False, "aerie": {SERVER: f"SGLang {versions}"}}
-    counted = "its default, so that config.json names none"
+    counted = "SGLang's default, so config.json names none"
     if numbers is not None:
         counted = f"written as {numbers}; for vLLM export with --to speculators"
         values["eagle_config"] = {"use_aux_hidden_state": True, content.NUMBERED: numbers}
@@ -223,8 +224,10 @@ def _sglang_eagle3(config: Any, target: content.TargetFacts) -> tuple[dict[str, 
 
 
 def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -> None:
-    """UserError for what readers would silently drop or misread; without a target, as far as the
-    head alone tells."""
+    """UserError for what the layout's readers would silently drop or misread.
+
+    Without a target, only what the head alone tells is refused.
+    """
     lost = [name for name in LOST[layout] if getattr(config, name, False)]
     instead = "serve it with vLLM (--to speculators)"
     is_eagle1 = isinstance(config, Eagle1Config)
@@ -253,7 +256,7 @@ def refuse_eagle(layout: str, config: Any, target: content.TargetFacts | None) -
 def speculators_values(
     head: content.HeadContent, target: content.TargetFacts, layer: dict[str, Any]
 ) -> dict[str, Any]:
-    """What config.json has for all heads of speculators 0.9."""
+    """The values that config.json has for every head of speculators 0.9."""
     config: Any = head.config
     proposal = {"proposal_type": "greedy", "speculative_tokens": head.drafts}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -277,9 +280,10 @@ def speculators_values(
 def sglang_numbers(
     after_blocks: tuple[int, ...], default: tuple[int, ...] | None, architectures: tuple[str, ...]
 ) -> tuple[list[int] | None, str]:
-    """config.json's numbers for these taps, and the versions of SGLang that read them so.
+    """config.json's numbers for these taps, and the versions of SGLang that read them right.
 
-    Without numbers SGLang reads (2, n // 2, n - 3); the other rules are in sglang.yaml.
+    Without numbers (None) SGLang reads (2, n // 2, n - 3); sglang.yaml has its other rules.
+    UserError if no numbers give these taps.
     """
     if after_blocks == default:
         return None, CHECKED

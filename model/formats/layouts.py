@@ -1,4 +1,4 @@
-"""Recognises a head's layout; reads ours (others: the files beside this), and tensors."""
+"""Recognises a head's layout, and reads our own; the files beside this one read the others."""
 
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,10 @@ WHOLE_MODEL = ("model.layers.", "transformer.h.", "model.decoder.layers.")
 
 
 def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str, str]:
-    """The layout and the head's kind."""
+    """The layout and the head's kind, from config.json's values and the tensors' names.
+
+    UserError for anything else than a head in a known layout.
+    """
     architecture = str((values.get("architectures") or [""])[0])
     for key, known in ((KIND, tuple(HEADS)), (TYPE, tuple(SPECULATORS))):
         if key in values and values[key] not in known:
@@ -67,8 +70,8 @@ def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str,
             return layout, str(kind)
     if has(*WHOLE_MODEL) or architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise UserError(
-            f"{path}: a whole language model and no draft head: a target, or a draft_lm; "
-            "it decodes as it is (--head), and hf upload ships it"
+            f"{path}: a whole language model and no draft head; a draft_lm "
+            "decodes as it is (--head), and hf upload ships it"
         )
     raise UserError(f"{path}: not a head in a layout that is known here")
 
@@ -76,7 +79,7 @@ def recognise(values: dict[str, Any], names: set[str], path: Path) -> tuple[str,
 def read_content(
     directory: Path, after_blocks: tuple[int, ...] | None = None
 ) -> tuple[str, HeadFiles, HeadContent]:
-    """Layout, files and content; after_blocks: used if the files name no taps."""
+    """A head's layout, files and content; after_blocks: the taps if the files name none."""
     require_whole_weights(directory)
     path = directory / CONFIG
     values = nested(read_json(path))
@@ -93,6 +96,7 @@ def read_content(
 
 
 def tensor_names(directory: Path) -> set[str]:
+    """The names of a directory's tensors; empty without weights."""
     path = find_weights(directory)
     if path is None:
         return set()
@@ -102,7 +106,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file (an index for shards) and its tensors, on the CPU."""
+    """The file of weights (of shards, their index), and its tensors on the CPU."""
     path = find_weights(directory)
     if path is None:
         raise UserError(
@@ -118,7 +122,7 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = False) -> Path:
     path = directory / (PICKLE if pickled else WEIGHTS)
-    # copies, as a view would save all of its base
+    # copies, because a view would save all of its base
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     save = torch.save if pickled else partial(save_file, metadata={"format": "pt"})
     write_atomically(path, lambda temporary: save(copies, temporary))
@@ -126,7 +130,7 @@ def write_tensors(directory: Path, tensors: dict[str, Tensor], pickled: bool = F
 
 
 def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
-    """Tensors by name, or names alone."""
+    """Tensors by name; with names_only, values may be None."""
     if path.suffix in PICKLED:
         return _read_pickle(path)
     try:
@@ -136,7 +140,7 @@ def _read_file(path: Path, names_only: bool = False) -> dict[str, Any]:
             return dict.fromkeys(handle.keys())
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path}: cannot read the weights: {first_line(error)}; fetch it anew"
+            f"{path}: cannot read the weights: {first_line(error)}; fetch the file again"
         ) from error
 
 
@@ -145,8 +149,8 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 (a damaged file may raise anything)
         raise UserError(
-            f"{path}: cannot read the weights: damaged, or holds more than tensors, "
-            f"which is never loaded; fetch it anew or get {WEIGHTS}"
+            f"{path}: cannot read the weights: the file is damaged, or holds more than tensors, "
+            f"which aerie never loads; fetch it again, or get {WEIGHTS}"
         ) from error
     is_table = isinstance(tensors, dict)
     if not is_table or not all(isinstance(value, Tensor) for value in tensors.values()):

@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads as published; Medusa heads in vLLM's own layout, too."""
+"""Medusa and Hydra heads in their published layouts, and Medusa heads in vLLM's own."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,15 @@ from aerie.model.formats.eagle_layouts import SERVER
 from aerie.model.heads import HEADS
 from aerie.model.heads.multi_token import MedusaConfig
 
-NO_LIMIT = 2**20  # of positions, without attention
-HEAD_DIM = 128  # Vicuna's
+NO_LIMIT = 2**20  # positions of a head without attention, which needs no limit
+HEAD_DIM = 128  # the width of Vicuna's attention heads
 # FasterDecoding/Medusa, zankner/Hydra
 FROM_PUBLISHED: dict[str, tuple[content.RenameRule, ...]] = {
     "medusa": (  # {future token}.{block}.linear and {future token}.{number of blocks}.weight
         (r"^(\d+)\.(\d+)\.linear\.", r"branches.\1.blocks.\2.linear."),
         (r"^(\d+)\.(\d+)\.weight$", r"laws.lm_heads.\1.weight"),
     ),
-    "hydra": (  # every second module is a dropout; "embeding" is their spelling
+    "hydra": (  # every second module is a dropout; "embeding" is Hydra's spelling
         (r"^prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)$", ""),
         (r"^prefix_embeding_layer\.(layers\.0\.)?", "prefix_layer."),
         (
@@ -46,8 +46,10 @@ VLLM_KEYS = (
 
 
 def read_multi_token(files: content.HeadFiles, layout: str) -> content.HeadContent:
-    """A Medusa or Hydra head; sizes come from the weights, as config.json often lags behind
-    them."""
+    """A Medusa or Hydra head.
+
+    Sizes come from the weights, because published config.json files often have older ones.
+    """
     values, path = files.values, files.config_path
     if values.get("grounded_heads") is False or values.get("hidden_state_offset"):
         raise UserError(
@@ -59,7 +61,8 @@ def read_multi_token(files: content.HeadFiles, layout: str) -> content.HeadConte
     tensors = content.renamed(files.tensors, names)
     if "laws.lm_heads.0.weight" not in tensors:
         raise UserError(
-            f"{files.weights_path}: has no LM head of the first future token ('0.L.weight')"
+            f"{files.weights_path}: has no LM head of the first future token ('0.L.weight'); "
+            "fetch the file again"
         )
     vocab_size, width = tensors["laws.lm_heads.0.weight"].shape
     sizes: dict[str, Any] = {
@@ -80,7 +83,7 @@ def read_multi_token(files: content.HeadFiles, layout: str) -> content.HeadConte
         recorded = values.get(f"{kind}_num_{name}")
         if recorded not in (None, count):
             guesses.append(
-                f"{kind}_num_{name} is {recorded}, the weights have {count}: all are taken"
+                f"{kind}_num_{name} is {recorded}, but the weights have {count}; aerie takes all"
             )
     if kind == "hydra":
         sizes["lm_head_bias"] = "laws.lm_heads.0.bias" in tensors
@@ -95,7 +98,7 @@ def read_multi_token(files: content.HeadFiles, layout: str) -> content.HeadConte
 def _prefix_sizes(
     values: dict[str, Any], tensors: dict[str, Tensor], width: int, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """The sizes of Hydra++'s decoder layer, and what was guessed."""
+    """The sizes of Hydra++'s prefix layer, and what was guessed."""
     guesses = []
     heads = values.get("num_attention_heads")
     if heads is None:
@@ -103,7 +106,7 @@ def _prefix_sizes(
             raise UserError(f'{path}: add "num_attention_heads" of the target')
         heads = width // HEAD_DIM
         guesses.append(
-            f"the prefix layer is taken to have {heads} attention heads of {HEAD_DIM}, "
+            f"num_attention_heads is missing; aerie takes {heads} attention heads of {HEAD_DIM}, "
             "as Vicuna has"
         )
     head_dim = width // heads
@@ -122,7 +125,7 @@ def _prefix_sizes(
 
 
 def refuse_multi_token(layout: str, config: Any, target: content.TargetFacts | None = None) -> None:
-    """As `refuse_eagle`; `vllm` has Medusa heads with LM heads of their own, without biases."""
+    """Refuses as `refuse_eagle` does; `vllm` takes Medusa heads with own LM heads, no biases."""
     is_medusa = type(config) is MedusaConfig
     if not is_medusa:
         raise UserError(f"--to {layout}: cannot carry a Hydra head; decode it with aerie")
@@ -139,7 +142,7 @@ def refuse_multi_token(layout: str, config: Any, target: content.TargetFacts | N
 def write_multi_token(
     layout: str, head: content.HeadContent, target: content.TargetFacts
 ) -> content.Export:
-    """Writes a head as `write_eagle1` does."""
+    """Like `write_eagle1`, for a Medusa head."""
     config: Any = head.config
     refuse_multi_token(layout, config)
     values = {

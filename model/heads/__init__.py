@@ -1,4 +1,4 @@
-"""The kinds of draft heads. What one kind is stands in one record of the table HEADS."""
+"""The kinds of draft heads. One record of the table HEADS says all about a kind."""
 
 import math
 from collections.abc import Callable
@@ -23,14 +23,17 @@ AnyConfig = Eagle1Config | Eagle3Config | MedusaConfig | HydraConfig | BlockConf
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Anything that is trained to draft. Training and decoding are named by dotted names: this
-    package imports neither."""
+    """Anything that is trained to draft.
 
-    section: Any  # the class of its section `head` in a recipe
-    objective_name: str  # the class of its training objective: what it learns from, and the work
+    It has only the names of classes for training and decoding, because this package imports
+    neither.
+    """
+
+    section: Any  # the class of the recipe's section `head`
+    objective_name: str  # the class of the training objective: what the head learns from, and costs
     drafter_name: str  # the class that drafts with it
-    # (sections `head` and `train`) -> positions that training reaches beyond a text; None: drafts
-    # need no position
+    # (sections `head` and `train`) -> how many positions training reaches beyond a text; None: the
+    # head uses no positions
     positions_ahead: Callable[[Any, Any], int] | None = None
 
     @property
@@ -46,23 +49,19 @@ class Kind:
 class HeadKind(Kind):
     """A draft head: a module that reads the target's states."""
 
-    title: str  # on a head's card
-    config: type[
-        AnyConfig
-    ]  # of config.json's values; its fields that the target has are the target's
-    module: Callable[[Any], Head]  # makes a head of a config
-    architecture: str  # as config.json declares it
-    # (section, what the recipe and the target say) -> config.json's values; None: these
+    title: str  # the kind's name on a card
+    config: type[AnyConfig]  # config.json; `config_for` fills it from the recipe and the target
+    module: Callable[[Any], Head]  # makes a head from a config
+    architecture: str  # config.json's `architectures`
+    # (section, values of the recipe and the target) -> config.json's values; None: these values
     adapt: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     sizes: tuple[str, ...]  # keys of config.json that `aerie inspect` shows
-    has_draft_vocabulary: bool = (
-        False  # it drafts some of the target's tokens, the most frequent ones
-    )
-    formats_name: str  # its `Formats`: how other programs lay it out
+    has_draft_vocabulary: bool = False  # it drafts only the target's most frequent tokens
+    formats_name: str  # the `Formats` object: how other programs lay the head out
     servers: dict[str, str] = field(default_factory=dict)  # the layout that each server loads
-    method: str = ""  # vLLM's name for its way to draft; "": it has none
-    # `aerie init` takes the last kind of the table for which the target has this many blocks
-    init_blocks: float = math.inf  # never, unless asked
+    method: str = ""  # vLLM's name of its method; "": vLLM has none
+    # `aerie init` takes the table's last kind for which the target has so many blocks.
+    init_blocks: float = math.inf  # never, unless the user names the kind
 
     @property
     def formats(self) -> Any:
@@ -107,7 +106,7 @@ _KINDS = (
         formats_name="aerie.model.formats.eagle_layouts.EAGLE3",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
         method="eagle3",
-        init_blocks=7,  # three taps
+        init_blocks=7,  # as many as three default taps need
     ),
     HeadKind(
         section=sections.MedusaSection,
@@ -146,7 +145,7 @@ _KINDS = (
         positions_ahead=lambda head, train: int(head.block_size),
         formats_name="aerie.model.formats.block_layouts.BLOCK",
         servers={"vLLM": "speculators", "SGLang": "sglang"},
-        method="dflash",  # dspark with a correction
+        method="dflash",  # with a path correction, dspark
     ),
 )
 HEADS = {kind.section.kind: kind for kind in _KINDS}

@@ -1,5 +1,7 @@
-"""The block head: one forward gives the distributions of all drafted tokens, and the tokens before
-one correct its distribution."""
+"""The block head: one forward gives the distributions of all drafted tokens.
+
+The tokens before a drafted token may correct its distribution.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from aerie.model.target import VocabWeights
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(LayerConfig):
-    """config.json; the names are those of speculators, whose layers have Qwen3's form."""
+    """config.json, with the names of speculators, whose layers have Qwen3's form."""
 
     after_blocks: tuple[int, ...]
     block_size: int
@@ -35,15 +37,15 @@ class BlockConfig(LayerConfig):
 
     @property
     def num_drafted(self) -> int:
-        """How many tokens a block drafts; the first `block_size - num_drafted` rows draft none."""
+        """How many tokens a block drafts: its first `block_size - num_drafted` rows draft none."""
         return self.block_size - 1 + self.sample_from_anchor
 
 
 class PathCorrection(nn.Module):
     """A bias [..., V] on the logits of a drafted token from the n tokens before it [..., n].
 
-    It is W2 e, with e the sum of all W1_i[t_i]; n = 1 is DSpark's Markov head. gated:
-    W2 (sigmoid(G [h; e]) * e), with the state h [..., D] of the row that drafts.
+    It is W2 e, where e is the sum of all W1_i[t_i]; with n = 1 it is DSpark's Markov head. Gated,
+    it is W2 (sigmoid(G [h; e]) * e), where h [..., D] is the state of the row that drafts.
     """
 
     def __init__(self, config: BlockConfig) -> None:
@@ -57,7 +59,7 @@ class PathCorrection(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if is_gated else None
 
     def forward(self, before: Tensor, states: Tensor) -> Tensor:
-        # all W1_i stand in one table, one below the other
+        # All W1_i are stacked in one table.
         first = torch.arange(before.shape[-1], device=before.device) * self._vocab_size
         code = self.markov_w1(before + first).sum(-2)  # [..., r]
         if self.gate_proj is not None:
@@ -66,12 +68,12 @@ class PathCorrection(nn.Module):
 
 
 class BlockHead(nn.Module):
-    """Decoder layers over blocks of B rows (DFlash, arXiv 2602.06036): the last known token, then
-    masks.
+    """Decoder layers over blocks of rows (DFlash, arXiv 2602.06036): the known token, then masks.
 
-    A block at anchor a has positions a, a + 1, ... Its rows see each other and the target's fused
+    A block at anchor a has positions a, a + 1, ... Its rows see each other, and the target's fused
     taps before a, from which each layer makes keys and values. Embedding and LM head are the
-    target's, and not stored."""
+    target's, and not stored.
+    """
 
     kind = "block"
     gradient_checkpointing = False  # recompute each layer in the backward pass
@@ -91,9 +93,10 @@ class BlockHead(nn.Module):
     def initialise(
         self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
     ) -> None:
-        """Normal matrices, zero biases, a correction of zero, the identity for anchor_proj.
+        """Draws normal matrices, zeroes biases, and sets anchor_proj to the identity.
 
-        The final norm is the target's if vocab has it."""
+        The path correction starts at zero. The final norm is the target's if vocab has it.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 spread = {"markov_head.markov_w1.weight": 0.01, "markov_head.markov_w2.weight": 0.0}
@@ -111,22 +114,25 @@ class BlockHead(nn.Module):
             pass_on_highest_tap(self.fc)
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """What blocks see of the text, [..., D], from the target's taps [..., L*D], low to high."""
+        """What blocks see of the text [..., D], from the target's taps [..., L*D], low to high."""
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
     def rows(self, tokens: Tensor, embedding: Tensor, before: Tensor) -> Tensor:
-        """The first layer's input [..., B, D] of blocks with known tokens [...].
+        """The first layer's input [..., block, D] of blocks with known tokens [...].
 
-        before [..., D]: the fused taps before the known tokens."""
+        before [..., D]: the fused taps before the known tokens.
+        """
         known = F.embedding(tokens, embedding)[..., None, :]  # [..., 1, D]
         mask = embedding[self.config.mask_token_id]
         masks = mask.expand(*tokens.shape, self.config.block_size - 1, -1)
-        rows = torch.cat([known, masks], dim=-2).to(self.fc.weight.dtype)  # [..., B, D]
+        rows = torch.cat([known, masks], dim=-2).to(self.fc.weight.dtype)  # [..., block, D]
         return rows if self.anchor_proj is None else rows + self.anchor_proj(before)[..., None, :]
 
     def correct(self, logits: Tensor, before: Tensor, states: Tensor) -> Tensor:
-        """Logits [..., V] in float32, corrected by the tokens before them [..., n]; states [...,
-        D] gave them."""
+        """Logits [..., V] in float32, corrected by the n tokens before [..., n].
+
+        states [..., D]: the states that gave the logits.
+        """
         logits = logits.float()
         if self.markov_head is None:
             return logits
@@ -135,7 +141,8 @@ class BlockHead(nn.Module):
     def forward(self, tokens: Tensor, taps: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
         """States [B, A, K, D] for the LM head, of the K drafting rows of A blocks.
 
-        Tokens [B, A] stand at anchors [B, A] in texts with taps [B, T, L*D]."""
+        tokens [B, A] stand at anchors [B, A] of texts with taps [B, T, L*D].
+        """
         size = self.config.block_size
         length = taps.shape[1]
         positions = anchors[..., None] + torch.arange(size, device=anchors.device)  # [B, A, block]
@@ -153,18 +160,19 @@ class BlockHead(nn.Module):
                 x = checkpoint(_layer, *inputs, use_reentrant=False)
             else:
                 x = _layer(*inputs)
-        first = size - self.config.num_drafted  # the rows before draft nothing
+        first = size - self.config.num_drafted  # earlier rows draft nothing
         return self.norm(x.unflatten(1, (-1, size))[:, :, first:])
 
     def _attention(self, anchors: Tensor, length: int) -> "BlockAttention":
         """The attention of A * block rows to T rows of text and to themselves.
 
-        Its mask is dense, [B, 1, A * block, T + A * block]; on CUDA, FlexAttention skips what it
-        hides."""
+        On a CPU the mask is dense, [B, 1, A * block, T + A * block]. On CUDA, FlexAttention skips
+        what the mask hides.
+        """
         size = self.config.block_size
         batch, count = anchors.shape
         is_causal = self.config.in_block == "causal"
-        # by column: a row of the text is negative, a row of a block has its number
+        # By column: a row of the text has a negative number, and a block's row its own number.
         row_of = torch.arange(-length, count * size, device=anchors.device)
 
         def sees(text: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -192,7 +200,7 @@ def _is_sparse(x: Tensor) -> bool:
 
 
 def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    # under autocast RoPE's float32 tables make q and k float32
+    # Under autocast, RoPE's float32 tables make q and k float32.
     out = _flex(
         q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -202,8 +210,10 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 def _layer(
     layer: Any, x: Tensor, context: Tensor, rows: Rope, text: Rope, attention: BlockAttention
 ) -> Tensor:
-    """A layer's outputs [B, A * block, D]; the fused taps context [B, T, D] give keys and values,
-    but no queries."""
+    """A layer's outputs [B, A * block, D].
+
+    The fused taps, context [B, T, D], give keys and values, but no queries.
+    """
     projector = layer.self_attn
     residual, of_rows = layer.before(x, None, rows, None)
     keys = projector.by_head(projector.k_proj(context))
@@ -215,21 +225,23 @@ def _layer(
 
 
 class BlockForward:
-    """A head's forwards for decoding with a cache; make it when the head is on its device."""
+    """A head's forwards for decoding with a cache; make it after the head is on its device."""
 
     def __init__(self, head: BlockHead) -> None:
         self._layers = [HeadLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
         self._norm = head.norm
 
     def read(self, context: Tensor, rope: Tensor, cache: KeyValueCache) -> None:
-        """Writes the keys and values of fused taps [n, D], with rope [2, n, hd], to the cache."""
+        """Writes the keys and values of fused taps [n, D] to the cache; rope [2, n, hd]."""
         for number, layer in enumerate(self._layers):
             keys, values = layer.keys_and_values(context, (rope[0], rope[1]))
             cache.update(keys, values, number)
 
     def __call__(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache) -> Tensor:
-        """States [block, D] of a block's rows x [block, D]; rope [2, block, hd], mask as in
-        HeadLayer."""
+        """States [block, D] of a block's rows x [block, D].
+
+        rope [2, block, hd]; mask as in HeadLayer.
+        """
         for number, layer in enumerate(self._layers):
             x = layer(x, x, (rope[0], rope[1]), mask, (cache, number))
         return self._norm(x)

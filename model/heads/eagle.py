@@ -27,7 +27,7 @@ class DraftVocabulary:
     """The Vd of V target tokens that an EAGLE-3 head drafts; draft ids ascend with target ids."""
 
     d2t: Tensor  # [Vd] int64, offsets: target id = draft id + d2t[draft id]
-    t2d: Tensor  # [V] bool, the target ids that are in
+    t2d: Tensor  # [V] bool, whether each target id is in
 
     @classmethod
     def of_ids(cls, ids: Tensor, vocab_size: int) -> "DraftVocabulary":
@@ -39,7 +39,7 @@ class DraftVocabulary:
 
     @classmethod
     def of_tables(cls, d2t: Tensor, t2d: Tensor, path: str) -> "DraftVocabulary":
-        """The vocabulary of a head's file at path."""
+        """The vocabulary of a head's file at path; UserError if the tables do not agree."""
         if not d2t.ndim == t2d.ndim == 1 or (d2t.long() != d2t).any() or (t2d.bool() != t2d).any():
             raise UserError(
                 f"{path}: d2t must be a list of integer offsets, and t2d a list of booleans"
@@ -48,7 +48,7 @@ class DraftVocabulary:
         if not t2d.nonzero().flatten().equal(vocabulary.ids):
             raise UserError(
                 f"{path}: d2t and t2d name different tokens; "
-                "d2t holds offsets (target id - draft id)"
+                "d2t must hold offsets (target id - draft id)"
             )
         return vocabulary
 
@@ -56,8 +56,7 @@ class DraftVocabulary:
     def most_frequent(
         cls, counts: Counts, size: int, forced: Collection[int] = ()
     ) -> "DraftVocabulary":
-        """The forced ids and the most frequent ones by counts [V]; of equal counts, the smaller
-        id."""
+        """The forced ids, then the most frequent by counts [V]; of equal counts, the smaller id."""
         check_size(size, len(counts))
         if len(set(forced)) > size:
             raise UserError(
@@ -81,17 +80,17 @@ class DraftVocabulary:
         return draft_ids + self.d2t[draft_ids]
 
     def coverage(self, counts: Counts) -> float:
-        """The share of the tokens counted in [V] that are in the vocabulary."""
+        """The share of the counted tokens, counts [V], that are in the vocabulary."""
         total = int(counts.sum())
         return int(counts[self.t2d.cpu().numpy()].sum()) / total if total else 1.0
 
     def check_ends(self, end_ids: Collection[int], path: str) -> None:
-        """UserError if none of the target's end_ids is in: no draft could end a turn."""
+        """UserError if none of the target's end_ids is in, so that no draft could end a turn."""
         known = sorted(number for number in end_ids if 0 <= number < len(self.t2d))
         if known and not self.t2d[known].any():
             raise UserError(
                 f"{path}: none of the target's end-of-turn tokens {known} "
-                "is in the draft vocabulary"
+                "is in the draft vocabulary, so no draft can end a turn"
             )
 
 
@@ -105,7 +104,7 @@ def check_size(size: int | None, vocab_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """config.json's sizes of decoder layers, with Llama's keys."""
+    """The sizes of decoder layers in config.json, with Llama's keys."""
 
     hidden_size: int
     intermediate_size: int
@@ -125,7 +124,7 @@ class LayerConfig:
 class Eagle1Config(LayerConfig):
     """config.json, with the published keys."""
 
-    bias: bool = False  # of fc
+    bias: bool = False  # whether fc has one
     qkv_bias: bool = False
     tie_word_embeddings: bool = False
     model_type: str = "llama"
@@ -139,7 +138,7 @@ class Eagle3Config(LayerConfig):
     target_hidden_size: int
     after_blocks: tuple[int, ...]
     qk_norm: bool = False  # Qwen3's flavour
-    fc_norm: bool = False  # EAGLE-3.1: an RMSNorm per fused feature before fc
+    fc_norm: bool = False  # EAGLE-3.1: an RMSNorm for each tap before fc
     norm_output: bool = False  # EAGLE-3.1: the normed output is fed back
     norm_before_residual: bool = False  # the first layer's residual is the normed feature
     norm_before_fc: bool = False  # one RMSNorm over all the taps before fc
@@ -147,6 +146,8 @@ class Eagle3Config(LayerConfig):
 
 
 class EagleHead(nn.Module):
+    """What EAGLE heads share. Slot p holds the feature of t_p and the token t_{p+1}."""
+
     kind: str
     blocks: list[DecoderLayer]  # all layers in order
     gradient_checkpointing = False  # recompute each layer in the backward pass
@@ -156,8 +157,8 @@ class EagleHead(nn.Module):
         self.config: Any = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(not shares_embedding)
-        self.shares_embedding = shares_embedding  # with the target, frozen
-        # also if its file holds another one than the target's
+        self.shares_embedding = shares_embedding  # with the target; then it is frozen
+        # also set if a loaded head's file holds another embedding than the target's
         self.saves_embedding = not shares_embedding
         self.rotary = Rotary(config)
 
@@ -166,13 +167,13 @@ class EagleHead(nn.Module):
         return features, self.embed_tokens(tokens).to(features.dtype)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The feature to feed back, from the last layer's output [B, T, D]."""
+        """The feature to feed back [B, T, D], from the last layer's output."""
         return x
 
     def initialise(
         self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
     ) -> None:
-        """Normal matrices, zero biases; a shared embedding is the target's."""
+        """Draws normal matrices, zeroes biases, and copies a shared embedding from the target."""
         for name, parameter in self.named_parameters():
             if name == EMBEDDING and self.shares_embedding:
                 parameter.data.copy_(vocab.embedding)
@@ -182,16 +183,19 @@ class EagleHead(nn.Module):
                 parameter.data.zero_()
 
     def start_from_target(self, section: Any, vocab: VocabWeights, path: str) -> None:
-        """Takes the weights of the target at path with which the recipe lets the head start."""
+        """Takes those weights of the target with which the recipe lets the head start.
+
+        path: the target's name, for errors.
+        """
 
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, memories: Sequence[Memory] = ()
     ) -> Tensor:
-        """Outputs [B, T, D] of tokens [B, T] (slot p holds t_{p+1}), features [B, T, D] and
-        positions [B, T].
+        """Outputs [B, T, D] of tokens [B, T], features [B, T, D] and positions [B, T].
 
-        With memories: one step of the parallel unroll, in which each slot's chain takes its next
-        token."""
+        With memories, this is one step of the parallel unroll: each slot's chain takes its next
+        token.
+        """
         x, embedded = self.enter(tokens, features)
         length = self.config.max_position_embeddings if memories else tokens.shape[1]
         rope = self.rotary.at(positions, length, x)
@@ -205,22 +209,25 @@ class EagleHead(nn.Module):
 
 
 class EagleForward:
-    """A head's forward for decoding with a cache; make it when the head is on its device.
+    """A head's forward for decoding with a cache; make it after the head is on its device.
 
-    It holds tensors: look-ups in modules are slow."""
+    It holds tensors, because look-ups in modules are slow.
+    """
 
     def __init__(self, head: EagleHead) -> None:
         self._embedding = head.embed_tokens.weight
         self._leave = head.leave
-        # EAGLE-1 fuses embedding and feature here; EAGLE-3's fc is in `fuse`
+        # EAGLE-1 joins embedding and feature here; EAGLE-3's fc is in `fuse`
         self._fc = (head.fc.weight, head.fc.bias) if isinstance(head, Eagle1Head) else None
         self._layers = [HeadLayer(layer) for layer in head.blocks]
 
     def __call__(
         self, tokens: Tensor, features: Tensor, rope: Tensor, mask: Tensor, cache: KeyValueCache
     ) -> Tensor:
-        """Outputs [n, D] of tokens [n], features [n, D], rope [2, n or 1, hd]; mask [1, 1, n, S]
-        as in HeadLayer."""
+        """Outputs [n, D] of tokens [n] and features [n, D].
+
+        rope [2, n or 1, hd]: cosines and sines. mask: as in HeadLayer.
+        """
         embedded = F.embedding(tokens, self._embedding).to(features.dtype)
         x = features
         if self._fc is not None:
@@ -231,10 +238,10 @@ class EagleForward:
 
 
 class Eagle1Head(EagleHead):
-    """Predicts the feature of t_{p+1} from fc([embedding of t_{p+1}; feature of t_p]) (arXiv
-    2401.15077, section 4.1).
+    """Predicts the feature of t_{p+1} from fc([embedding of t_{p+1}; feature of t_p]).
 
-    The target's LM head turns that feature, its state after the final norm, into a law for t_{p+2}.
+    Here a feature is the target's state after the final norm, so the target's LM head turns it into
+    a law for t_{p+2} (arXiv 2401.15077, section 4.1).
     """
 
     kind = "eagle1"
@@ -252,22 +259,26 @@ class Eagle1Head(EagleHead):
 
 
 def pass_on_highest_tap(fc: nn.Linear, scale: Any = 1.0) -> None:
-    """Lets fc [D, L*D] start as scale times its last tap."""
+    """Sets fc [D, L*D] so that it gives `scale` times the highest tap."""
     fc.weight.data.zero_()[:, -fc.out_features :] = scale * torch.eye(fc.out_features)
 
 
 class LMHead(nn.Linear):
-    """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S,
-    Vd]. Both are calls of the module: only in these does ZeRO-3 have W whole."""
+    """Logits [..., Vd] of states [..., D]; with is_law, the mean rows p W [S, D] of laws p [S, Vd].
+
+    Both are calls of the module, because only during these does ZeRO-3 gather W.
+    """
 
     def forward(self, x: Tensor, is_law: bool = False) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight.T) if is_law else super().forward(x)
 
 
 class Eagle3Head(EagleHead):
-    """fc over the taps, a double-width layer, plain layers, and an LM head over the draft
-    vocabulary (arXiv 2503.01840, section 3). A head of another width than the target's trains and
-    saves its own embedding."""
+    """fc over the taps, a double-width layer, plain layers, and an LM head of its own.
+
+    The LM head covers the draft vocabulary (arXiv 2503.01840, section 3). A head of another width
+    than the target's trains and saves an embedding of its own.
+    """
 
     kind = "eagle3"
     d2t: Tensor
@@ -311,7 +322,7 @@ class Eagle3Head(EagleHead):
         if taken and width != target_width:
             raise UserError(
                 f"head.{taken[0]}: {path} is {target_width:,} wide, the head {width:,}; "
-                "leave head.hidden_size out"
+                f"leave head.hidden_size or head.{taken[0]} out"
             )
         if "lm_head" in taken or "lm_head_init" in taken:
             rows = vocab.lm_head[self.vocabulary.ids.to(vocab.lm_head.device)]  # [Vd, D]
@@ -321,13 +332,13 @@ class Eagle3Head(EagleHead):
             assert vocab.final_norm is not None
             self.norm.weight.data.copy_(vocab.final_norm)
         if "fc_init" in taken:
-            # normed taps get the size of the normed outputs that are fed back
+            # Normed taps get the size of the normed outputs that are fed back.
             is_normed = section.fc_norm and section.norm_output
             size = self.norm.weight.data.square().mean().sqrt()
             pass_on_highest_tap(self.fc, size if is_normed else 1.0)
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Fused features [..., D] of the target's taps [..., L*Dt], low to high."""
+        """Features [..., D], fused from the target's taps [..., L*Dt], low to high."""
         taps = taps.to(self.fc.weight.dtype)
         if self.config.fc_norm:
             pieces = taps.split(self.config.target_hidden_size, dim=-1)

@@ -21,17 +21,17 @@ class MedusaConfig:
     hidden_size: int
     vocab_size: int
     num_heads: int
-    num_layers: int  # residual blocks of each head
+    num_layers: int  # residual blocks for each future token
     max_position_embeddings: int  # the target's
-    lm_head: Literal["own", "target"] = "own"  # one per future token, or the target's, frozen
+    lm_head: Literal["own", "target"] = "own"  # one per future token, or the target's frozen one
     lm_head_bias: bool = False
-    logit_scale: float = 1.0  # this and the next: the target's final transform
+    logit_scale: float = 1.0  # this and the next value: the target's final transform
     final_logit_softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class HydraConfig(MedusaConfig):
-    """config.json of a Hydra head; the sizes of the prefix layer are None without one."""
+    """config.json of a Hydra head; without a prefix layer, its sizes are None."""
 
     lm_head_bias: bool = True
     prefix_layer: bool = False
@@ -56,8 +56,7 @@ PREFIX_SIZES = {
 
 
 def hydra_values(section: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """config.json's values of a new Hydra head: its LM heads have biases, and only Hydra++ has a
-    decoder layer."""
+    """A new Hydra head's values for config.json: LM heads with biases, a prefix layer if chosen."""
     values = {**values, "lm_head_bias": True}
     if section.prefix_layer:
         return values
@@ -65,7 +64,7 @@ def hydra_values(section: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(linear(x)) [..., D]; x [..., W] of another width is projected first."""
+    """x + SiLU(linear(x)) [..., D]; an x [..., W] of another width is projected for the sum."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class Branch(nn.Module):
         )
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
-        """[..., D] of inputs [..., W]; dropout acts on each block's input and on the output."""
+        """States [..., D] of inputs [..., W]; `drop` acts on each block's input and the output."""
         for number, block in enumerate(self.blocks):
             x = block(x if drop is None else drop(x, number))
         return x if drop is None else drop(x, len(self.blocks))
@@ -120,7 +119,7 @@ class MultiTokenHead(nn.Module):
     """A branch and a law for each future token."""
 
     def __init__(self, config: Any, inputs: Iterable[int]) -> None:
-        """inputs: the width that each branch reads."""
+        """inputs: the width of each branch's input."""
         super().__init__()
         self.config = config
         self.branches = nn.ModuleList(
@@ -131,8 +130,10 @@ class MultiTokenHead(nn.Module):
     def initialise(
         self, vocab: VocabWeights, generator: torch.Generator, initializer_range: float = 0.02
     ) -> None:
-        """Zero blocks, uniform projections within 1 / sqrt(inputs), the target's LM head, a normal
-        prefix layer."""
+        """Zeroes blocks, copies the target's LM head, and draws the rest.
+
+        Projections are uniform within 1 / sqrt(inputs), and a prefix layer is normal.
+        """
         for name, parameter in self.named_parameters():
             if name.startswith("prefix_layer.") and parameter.ndim == 2:
                 nn.init.normal_(parameter, 0.0, initializer_range, generator)
@@ -164,7 +165,7 @@ class MedusaHead(MultiTokenHead):
         return self.branches[index](features, drop)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits [num_heads, ..., V] of features [..., D]; row k is for t + 2 + k."""
+        """Logits [num_heads, ..., V] of features [..., D]; row k is for the token at t + 2 + k."""
         return torch.stack(
             [self.laws(k, self.state(k, features)) for k in range(self.config.num_heads)]
         )
@@ -191,7 +192,7 @@ class HydraHead(MultiTokenHead):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """h_t [B, T, D] of the target's states [B, T, D] at positions [T]."""
+        """h_t [B, T, D], from the target's states [B, T, D] at positions [T]."""
         if not self.config.prefix_layer:
             return states
         rope = self.rotary.at(positions, self.config.max_position_embeddings, states)

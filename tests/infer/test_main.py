@@ -98,7 +98,7 @@ MISTAKES = """
     drafts at most 2; set tree.levels to 2
 {ask} --plan --top-k 5
     exit 2
-    --top-k and --top-p: greedy decoding
+    --top-k and --top-p have no effect
 {ask} --plan --head {root}/run
     exit 2
     run: a run and no head; name {root}/run/heads/draft_lm or {root}/run/heads/eagle1
@@ -249,10 +249,10 @@ def test_no_template(typing: Typing, tmp_path: Path) -> None:
     text = """
     aerie generate --prompt x {plain}
         exit 2
-        give --target.chat_template FILE.jinja, or generate --raw
+        give --target.chat_template FILE.jinja, or use generate --raw
     aerie chat {plain}
         exit 2
-        give --target.chat_template FILE.jinja, or generate --raw
+        give --target.chat_template FILE.jinja, or use generate --raw
     aerie generate --prompt x {plain} --raw
     aerie generate --prompt x {plain} --target.chat_template {tmp}/own.jinja
     """

@@ -377,7 +377,7 @@ def test_warm_start(
         (
             Eagle3Section(**three, draft_vocab_size=64),
             published.TAPS,
-            "head.draft_vocab_size: the recipe asks 64, .* has 107",
+            "head.draft_vocab_size: the recipe has 64, but .* has 107",
         ),
         (
             Eagle3Section(**three),
@@ -387,9 +387,9 @@ def test_warm_start(
         (
             Eagle3Section(**normed, fc_norm=False),
             published.TAPS,
-            "head.fc_norm: the recipe asks False, .* has True; set it",
+            "head.fc_norm: the recipe has False, but .* has True; set it",
         ),
-        (Eagle1Section(**three), (), "is an eagle3 head, the recipe asks for eagle1"),
+        (Eagle1Section(**three), (), "is of kind eagle3, but head.kind is eagle1"),
         (
             HydraSection(**hydra, prefix_layer=True, num_heads=3),
             (),

@@ -180,7 +180,7 @@ def change(target: Path, files: dict[str, Any]) -> None:
 
 
 INDEX, SETTINGS = f"{WEIGHTS}.index.json", "generation_config.json"
-NO_FIT, ONE = "its weights and its config.json do not fit", Path("1.safetensors")
+NO_FIT, ONE = "its weights do not fit its config.json", Path("1.safetensors")
 SHARDED = {"metadata": {}, "weight_map": {"model.norm.weight": "1.safetensors"}}
 
 
@@ -282,7 +282,7 @@ def test_no_whole_model(tmp_path: Path) -> None:
     for name, content, said in (
         ("adapter_config.json", {}, "a LoRA adapter; merge it .* python -c"),
         ("config.json", own, "target.trust_remote_code true"),
-        ("words.json", {}, "merge a LoRA adapter into its own first; GGUF is not read"),
+        ("words.json", {}, "merge a LoRA adapter into its model first; GGUF is not read"),
     ):
         write_json(tmp_path / Path(name).stem / name, content)
         tiny.refused(said, load_config, TargetConfig(str(tmp_path / Path(name).stem)))

@@ -186,7 +186,7 @@ BLOCK = "--features.mode online --head.kind block"
         (
             "eagle1",
             f"{BLOCK} --features.after_blocks [1,2] --head.init_from FIVE",
-            "head.block_size: the recipe asks 8, ",
+            "head.block_size: the recipe has 8, but ",
         ),
         (
             "eagle3",

@@ -105,7 +105,7 @@ def test_published_multi_token(tmp_path: Path, capsys: Any) -> None:
             load_head(place, vocab=tiny.vocab()).state_dict(), medusa.state_dict()
         )
         assert (
-            "medusa_num_heads is 2, the weights have 4" in capsys.readouterr().err
+            "medusa_num_heads is 2, but the weights have 4" in capsys.readouterr().err
         )  # an outdated config.json
     hydra, place = published.hydra(tmp_path / "hydra")
     loaded: Any = load_head(place, vocab=tiny.vocab())
@@ -131,7 +131,7 @@ def test_biases(
     del own["fc.bias"]
     load_head(published.write(tmp_path / "llama", {**config, "bias": False}, own))
     tiny.refused(
-        'has no "bias", which means true',
+        'has no key "bias", which means true',
         load_head,
         published.write(tmp_path / "silent", config, own),
     )
@@ -257,7 +257,7 @@ def test_numberings() -> None:
     named = {"after_blocks": [3, 4, 5], "tap_convention": "hidden_states", NUMBERED: [1, 3, 4]}
     assert read_taps(named, default, place) == ((3, 4, 5), [])
     assert read_taps({NUMBERED: [1, 7, 9]}, default, place, is_speculators=True) == ((1, 7, 9), [])
-    tiny.refused("names no taps; load it with its target", read_taps, {}, None, place)
+    tiny.refused("names no taps; load the head with its target", read_taps, {}, None, place)
 
 
 def test_sglang_numbers() -> None:
@@ -318,7 +318,7 @@ def test_block_layouts(
     assert all(line in screen(facts) for line in said)
     for server in re.findall(r"loads it in the layout (\w+)", " ".join(said)):
         _, notes = export(out, server, tmp_path / f"to-{server}", FACTS)
-        assert "meaning is not known" not in " ".join(notes)
+        assert "does not know its meaning" not in " ".join(notes)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -401,13 +401,17 @@ def test_misread_by_vllm(tmp_path: Path, kind: str, changes: Any, layout: str, f
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
             {},
-            "keep the one of its training",
+            "keep the one of the head's training",
         ),
-        ({}, {"fc.weight": None}, r"pytorch_model.bin: fc.weight: none there, \[32, 96\] expected"),
+        (
+            {},
+            {"fc.weight": None},
+            r"pytorch_model.bin: fc.weight: the file has none, but the head needs \[32, 96\]",
+        ),
         (
             {},
             {"fc.weight": torch.zeros(3, 2)},
-            r"pytorch_model.bin: fc.weight: \[3, 2\] there, \[32, 96\] expected",
+            r"pytorch_model.bin: fc.weight: the file has \[3, 2\], but the head needs \[32, 96\]",
         ),
         ({}, {"fc.weight": torch.full((32, 96), torch.nan)}, "3,072 of 3,072 values that are NaN"),
         (
@@ -415,12 +419,12 @@ def test_misread_by_vllm(tmp_path: Path, kind: str, changes: Any, layout: str, f
             {"fc.weight": torch.zeros(32, 96).to(torch.int8)},
             "holds torch.int8: quantised heads are not read",
         ),
-        ({}, {"d2t": torch.arange(107) * 3}, "d2t holds offsets"),
-        ({}, {"t2d": None}, "t2d: none there"),
+        ({}, {"d2t": torch.arange(107) * 3}, "d2t must hold offsets"),
+        ({}, {"t2d": None}, "t2d: the file has none"),
         (
             {"draft_vocab_size": 320},
             {"lm_head.weight": torch.ones(320, 32), "d2t": None},
-            "d2t: none there",
+            "d2t: the file has none",
         ),
     ],
 )
@@ -458,8 +462,8 @@ def test_no_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 48}, "its hidden size is 32, that of tiny is 48"),
-        ({"vocab_size": 400}, "its vocabulary is 320, that of tiny is 400"),
+        ({"hidden_size": 48}, "its hidden size is 32, and that of tiny is 48"),
+        ({"vocab_size": 400}, "its vocabulary is 320, and that of tiny is 400"),
         ({"num_blocks": 5}, r"after blocks \[2, 4, 5\], and tiny has 5 blocks"),
         ({"seed": 5}, "made for a target with other weight files than tiny"),
     ],
