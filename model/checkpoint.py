@@ -146,7 +146,7 @@ def _warm_start(
         if key.name not in BEGINNINGS
         and getattr(section, key.name) not in (None, key.default if is_eagle else None)
     }
-    if isinstance(head, Eagle3Head) and "lm_head" in chosen:  # frozen, as it was saved
+    if isinstance(head, Eagle3Head) and "lm_head" in chosen:  # its rows stay as they were saved
         head.lm_head.requires_grad_(chosen.pop("lm_head") != "frozen")
     may_change = POSITIONS if is_eagle else ()
     positions = {name: chosen.pop(name) for name in may_change if name in chosen}
@@ -222,7 +222,8 @@ def position_warnings(config: Any, text_config: Any, path: str) -> list[str]:
     if (config.rope_theta, config.rope_scaling) != (theta, scaling):
         warnings.append(
             f"{path}: rope_theta is {config.rope_theta:,.0f} with scaling {config.rope_scaling}, "
-            f"its target's {theta:,.0f} with {scaling}; right only if the head was trained so"
+            f"its target's {theta:,.0f} with {scaling}; this is right only if the head was trained "
+            "with it"
         )
     length = config.max_position_embeddings
     context = context_of(text_config) or 0

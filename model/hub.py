@@ -120,7 +120,7 @@ def quieten() -> None:
 def weights_digest(path: Path) -> str:
     """The SHA-256 of a file of weights.
 
-    In the Hub's cache it is the file's name. That of a large file is kept, by size and times.
+    In the Hub's cache it is the file's name. The digest of a large file is kept, by size and times.
     """
     file = path.resolve()
     if file.parent.name == "blobs" and SHA256.fullmatch(file.name):

@@ -1,4 +1,4 @@
-"""Ships a head to the Hub: weights, records without local paths, and a card, no conversations."""
+"""Ships a head to the Hub: weights, records without local paths, and a card; no conversations."""
 
 import json
 import re
@@ -282,7 +282,7 @@ def _card(
     served = {}
     for server, entry in head["servers"].items():
         layout = entry["layout"]
-        names_target = layout == "speculators" and is_on_hub(target)  # then it is in config.json
+        names_target = layout == "speculators" and is_on_hub(target)  # config.json names it
         draft = repo if head["layout"] == layout else "draft"
         served[server] = serve_command(head, server, None if names_target else path, draft)
     return ModelCard.from_template(

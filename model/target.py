@@ -259,7 +259,7 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
     for name in sorted(info["unexpected_keys"]):
         # an extra bias or scale; the scales of a server's cache are harmless
         if name.rpartition(".")[0] in owners and not name.endswith((".k_scale", ".v_scale")):
-            wrong.append(f"{name} has no place")
+            wrong.append(f"{name} has no place in the model")
         else:
             unread.append(name)
     if wrong:

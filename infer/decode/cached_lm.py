@@ -79,7 +79,7 @@ class CachedLM:
 
     @property
     def max_levels(self) -> int:
-        """The depth of the deepest tree: LongRoPE lets none reach its switch of the rotation."""
+        """The depth of the deepest tree; with LongRoPE it must end before the rotation changes."""
         # negative without a switch, and beyond it: then there is no limit
         left = (self.target.rope_switch or 0) - self.cache.kept.length - 1
         return left if left >= 0 else 2**31
@@ -124,8 +124,8 @@ class CachedLM:
     def _mask(self, positions: Tensor, mask: Tensor) -> Tensor | dict[str, Tensor]:
         """The additive mask [1, 1, n, W], or one for each kind of layer.
 
-        W: the kept rows, then the m + n rows at these positions, of which mask [n, m + n] shows
-        some.
+        Its columns are the kept rows, all of which are visible, and the m + n rows at these
+        positions, for which mask [n, m + n] decides.
         """
         kept = self.cache.kept
         width = self.cache.width

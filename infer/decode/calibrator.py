@@ -18,7 +18,7 @@ from aerie.infer.decode.roles import Calibrate, unchanged
 from aerie.model.hub import head_directory
 from aerie.model.storage import CALIBRATOR, digests, read_json
 
-FLOOR = 1e-4  # a token is not impossible because few held-out prompts never had it accepted
+FLOOR = 1e-4  # the least chance: a few held-out prompts cannot show that a token is impossible
 
 
 class Calibrator(Section):

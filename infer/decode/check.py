@@ -131,7 +131,7 @@ def _fault(target: Target, form: Form) -> str | None:
 
 
 def _difference(target: Target, length: int, draft: Draft) -> float | None:
-    """How far the logits of a draft after `length` tokens are from plain forwards; None: equal."""
+    """How far the logits of a draft after `length` tokens are from plain forwards (None: not)."""
     lm = CachedLM(target)
     device = target.device
     parents = torch.tensor(draft.parents, device=device)  # [N]

@@ -54,9 +54,9 @@ class LayeredDrafter(Drafter):
 class EagleDrafter(LayeredDrafter):
     """An EAGLE head. Slot p holds the feature of t_p and the token t_{p+1}.
 
-    Its output stands for the feature of t_{p+1}, and gives the distribution of t_{p+2}. Nobody
-    knows the target's features of drafted tokens, so a drafted slot takes its parent's output
-    instead.
+    Its output stands for the feature of t_{p+1}, and gives the distribution of t_{p+2}. The
+    target's features of drafted tokens are not known yet, so a drafted slot takes its parent's
+    output.
     """
 
     def __init__(self, head: Eagle1Head | Eagle3Head, target: Target) -> None:
@@ -312,7 +312,8 @@ class DraftLMDrafter(Drafter):
         kept_by_draft = KeptRows(len(kept.positions), prompt.device, self.draft.dtype)
         self._lm.prefill(self._readable(prompt), kept_by_draft)
         kept_by_draft.advance(len(prompt))
-        self._num_repeated = prompt.shape[0] - 1  # of the next commit's tokens
+        # how many of the next commit's tokens this prefill has read
+        self._num_repeated = prompt.shape[0] - 1
         self._unread = prompt[:0]  # committed tokens that no forward has read
         self._begin_tree()
 
@@ -323,7 +324,6 @@ class DraftLMDrafter(Drafter):
     def commit(
         self, tokens: Tensor, features: Tensor | None = None, last: Tensor | None = None
     ) -> None:
-        # The prefill has read these already.
         tokens = tokens[self._num_repeated :]
         self._num_repeated = 0
         # keeps the accepted rows that the draft has read

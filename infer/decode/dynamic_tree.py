@@ -218,7 +218,7 @@ class BestChildren:
         return level
 
     def rows_and_depths(self, levels: Sequence[Level]) -> Tensor:
-        """[2, C], the root first: which of all expanded nodes is the parent, and the depth."""
+        """By candidate, the root first: which expanded node is its parent, and its depth [2, C]."""
         sizes = tuple(len(level.tokens) for level in levels)
         return _regular_rows_and_depths(sizes, self.k, levels[0].tokens.device)
 

@@ -228,7 +228,7 @@ class SpeculativeDecoder:
         unknown settings.
         """
         if unknown := ", ".join(sorted(settings.keys() - set(HONOURED))):
-            raise UserError(f"generate() does not know {unknown}; use {', '.join(HONOURED)}")
+            raise UserError(f"generate() does not know {unknown}; it takes {', '.join(HONOURED)}")
         decoding = resolve(self.target.generation_config, **settings)
         if isinstance(input_ids, Mapping) and attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
@@ -356,11 +356,13 @@ class SpeculativeDecoder:
             raise UserError("attention_mask hides tokens; pass the prompt without padding")
         largest = int(input_ids.max())
         if largest >= num_ids:
-            raise UserError(f"token id {largest} is outside the target's vocabulary of {num_ids}")
+            fault = f"token id {largest} is outside the target's vocabulary of {num_ids}"
+            raise UserError(f"{fault}; encode the prompt with the target's tokenizer")
         for name, limit in self.limits.items():
             if shape[1] + num_new > limit:
                 request = f"prompt of {shape[1]} tokens + max_new_tokens {num_new}"
-                raise UserError(f"{request} exceeds {name} {limit}; shorten one of them")
+                fix = "shorten the prompt, or lower max_new_tokens"
+                raise UserError(f"{request} exceeds {name} {limit}; {fix}")
 
     @property
     def limits(self) -> dict[str, int]:

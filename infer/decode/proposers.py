@@ -270,5 +270,5 @@ class Lookahead(Proposer):
         continuations.pop(ngram[1:], None)  # it becomes the newest
         continuations[ngram[1:]] = None
         if len(continuations) > self.config.guesses:
-            # The first of the dict has gone unseen for longest.
+            # A dict keeps its order: its first entry has gone unseen for longest.
             del continuations[next(iter(continuations))]

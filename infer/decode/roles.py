@@ -22,8 +22,8 @@ UNBOUNDED = 2**31
 # When the host reads the stop rule of a dynamic tree. each: before it launches the next level.
 # late: while the device runs the next level.
 StopRead = Literal["each", "late"]
-# What a draft reads from the device. stop rule: only, between two levels, whether the rule ends the
-# tree.
+# What a draft reads from the device. stop rule: only whether the rule ends the tree, and only
+# between two levels.
 DraftReads = Literal["nothing", "stop rule", "anything"]
 Calibrate = Callable[[Tensor], Tensor]  # log q [..] -> log confidence [..]
 

@@ -135,7 +135,7 @@ class Runners:
         if self.mode == "eager":
             kept.captured.pop(self, None)  # frees the graphs from before the failure
             return self.eager
-        # To compile or capture a short tree at the answer's end would serve this one cycle.
+        # To compile or capture a short tree at the answer's end would serve only this cycle.
         if levels < (self.eager.proposer.levels or 0):
             return self.eager
         # Graphs see a rounded-up number of columns; the mask hides columns without a kept row.
@@ -278,7 +278,7 @@ class CapturedRunner(EagerRunner):
         return proposer.with_forwards(last_of(graphs.replay_levels(root, waits)))
 
     def extend(self, tokens: Tensor, depth: Tensor, mask: Tensor) -> TargetStep:
-        """Compares its first two replays with plain forwards: the capture's, and one later on."""
+        """Compares the first two replays of each size with plain forwards, in different cycles."""
         step: TargetStep = self._replay("extend", None, self.base.extend, tokens, depth, mask)
         num_checked = self.graphs.checked.get(len(tokens), 0)
         if self.has_failed or num_checked == 2:
@@ -335,7 +335,7 @@ class CapturedRunner(EagerRunner):
 def record_graph(
     function: Callable[[], Any], device: torch.device, pool: Any, generator: torch.Generator
 ) -> tuple[Callable[[], None], Any]:
-    """A function's CUDA graph: its replay, which draws anew, and the output that it overwrites."""
+    """A function's CUDA graph: its replay, which makes new draws, and the output of each replay."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     graph.register_generator_state(generator)
     with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream):
@@ -364,7 +364,9 @@ class Graphs:
 
     def __init__(self, runners: Runners, pool: Any = None) -> None:
         """pool: the memory of other graphs, at least one of which still lives; None: new memory."""
-        self.runners: Runners = weakref.proxy(runners)  # weak: its `KeptRows.captured` holds this
+        self.runners: Runners = weakref.proxy(
+            runners
+        )  # weak: runners' `KeptRows.captured` hold this
         self.device = runners.generator.device
         self.pool = pool
         if pool is None and self.device.type == "cuda":

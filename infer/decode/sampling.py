@@ -267,7 +267,7 @@ def entropy(law: Tensor) -> Tensor:
 def race(law: Tensor, generator: torch.Generator) -> Tensor:
     """p / Exponential(1) [N, V] of each law [N, V].
 
-    Its columns in descending order are draws without replacement; the largest is one draw.
+    The columns of its largest values, in order, are draws without replacement.
     """
     return law / torch.empty_like(law).exponential_(generator=generator)
 
@@ -282,7 +282,7 @@ def draw(law: Tensor, generator: torch.Generator) -> Tensor:
     sums = law.cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(law), 1, generator=generator, dtype=torch.float64) * sums[:, -1:]
     tokens = torch.searchsorted(sums, uniform, right=True)[:, 0]
-    return tokens.clamp_(max=law.shape[1] - 1)  # no id beyond it, even if the law is NaN
+    return tokens.clamp_(max=law.shape[1] - 1)  # no id beyond V, even if the law is NaN
 
 
 def distinct_draws(law: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def on_device(numbers: Tensor) -> tuple[Tensor, ...]:
 class Stop:
     """The constant rule: every tree ends at its last level. It is the base class of the others."""
 
-    # `ends` needs no state on the host but what `self.read` gives it of this tree.
+    # `ends` needs nothing on the host but what `self.read` returns.
     reads_only = True
     # A stop never changes the finished tree, so the rule may see drawn tokens.
     keeps_tree = False
@@ -63,7 +63,7 @@ class Stop:
 
 
 class Heuristic(Stop):
-    """transformers' schedule: `more` levels after a fully accepted draft, else `fewer` less."""
+    """transformers' schedule: it adds `more` levels if all was accepted, else takes off `fewer`."""
 
     reads_only = False  # gamma, the number of levels, is kept on the host
 
@@ -91,8 +91,8 @@ class Confidence(Stop):
 class Entropy(Stop):
     """Ends where sqrt(c H(q)) > h (SVIP, arXiv 2411.18462, equations 6 and 7, algorithm 1).
 
-    The paper does not say whose entropy counts on a tree. Here the distribution counts that the
-    level's best node came from.
+    The paper does not say whose entropy counts on a tree. This rule takes the distribution that
+    gave the level's best node.
     """
 
     def ends(self, level: Level) -> Any:

@@ -333,7 +333,7 @@ def _counts_outputs(
 ) -> bool:
     """Whether the numbers count outputs of blocks.
 
-    The target's default taps tell, if the numbers are these; else the first number.
+    If they are the target's default taps, these tell; else the first number and the architecture.
     """
     if default_taps in (numbers, tuple(number + 1 for number in numbers)):
         return default_taps != numbers

@@ -32,8 +32,8 @@ class Kind:
     section: Any  # the class of the recipe's section `head`
     objective_name: str  # the class of the training objective: what the head learns from, and costs
     drafter_name: str  # the class that drafts with it
-    # (sections `head` and `train`) -> how many positions training reaches beyond a text; None: the
-    # head uses no positions
+    # (sections `head` and `train`) -> how many positions training reaches beyond a text; None:
+    # drafts have no positions
     positions_ahead: Callable[[Any, Any], int] | None = None
 
     @property
