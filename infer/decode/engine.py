@@ -356,13 +356,16 @@ class SpeculativeDecoder:
             raise UserError("attention_mask hides tokens; pass the prompt without padding")
         largest = int(input_ids.max())
         if largest >= num_ids:
-            fault = f"token id {largest} is outside the target's vocabulary of {num_ids}"
-            raise UserError(f"{fault}; encode the prompt with the target's tokenizer")
+            raise UserError(
+                f"token id {largest} is outside the target's vocabulary of {num_ids}; "
+                "encode the prompt with the target's tokenizer"
+            )
         for name, limit in self.limits.items():
             if shape[1] + num_new > limit:
                 request = f"prompt of {shape[1]} tokens + max_new_tokens {num_new}"
-                fix = "shorten the prompt, or lower max_new_tokens"
-                raise UserError(f"{request} exceeds {name} {limit}; {fix}")
+                raise UserError(
+                    f"{request} exceeds {name} {limit}; shorten the prompt or lower max_new_tokens"
+                )
 
     @property
     def limits(self) -> dict[str, int]:
