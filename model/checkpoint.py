@@ -82,6 +82,7 @@ def config_for(
         # A target without a limit (BLOOM) gives none; training then sets the limit by its rows.
         "max_position_embeddings": context_of(text_config) or UNLIMITED,
         "rope_theta": theta,
+        # The target's scaling goes with the target's base.
         "rope_scaling": None if "rope_theta" in chosen else scaling,
         "qk_norm": str(getattr(text_config, "model_type", "")).startswith("qwen3"),
         "logit_scale": vocab.scale,
@@ -140,6 +141,7 @@ def _warm_start(
         )
     check_sizes(head.config, vocab, source, path)
     is_eagle = isinstance(head, EagleHead)
+    # In an EAGLE section, a key with its default value counts as not set.
     chosen = {
         key.name: getattr(section, key.name)
         for key in dataclasses.fields(section)
@@ -263,6 +265,7 @@ def load_head(
         warn(f"{files.config_path}: {guess}")
     state = complete_state(content, vocab, files.weights_path)
     head = HEADS[content.kind].module(content.config)
+    # An embedding that differs from the target's must be saved with the head.
     if isinstance(head, Eagle3Head) and head.shares_embedding and EMBEDDING in content.tensors:
         head.saves_embedding = not is_targets(state[EMBEDDING], vocab)
     head.load_state_dict(state)

@@ -81,6 +81,7 @@ class Rotary:
             max_position_embeddings=self.max_positions,
             rope_parameters=parameters,
         )
+        # on the CPU, even if the head is built on another device
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(llama)
         self._frequencies = rotary.inv_freq.float()  # [head_dim / 2]
@@ -166,8 +167,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Rope, query_rows: Tensor | None = None) -> Projections:
         """Projects x [B, T, inputs]; query_rows: the rows that need queries (None: all)."""
         rows = slice(None) if query_rows is None else query_rows
-        q = self.by_head(self.q_proj(x[:, rows]))
-        k = self.by_head(self.k_proj(x))
+        q = self.by_head(self.q_proj(x[:, rows]))  # [B, H, n, hd]
+        k = self.by_head(self.k_proj(x))  # [B, KV, T, hd]
         v = self.by_head(self.v_proj(x))
         if self.has_norms:
             q = self.q_norm(q)
@@ -287,7 +288,7 @@ class HeadLayer:
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         # One product rotates queries and keys.
         q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=1)
-        x = residual + F.linear(attend(q, k, v, mask, memory)[0], self.out)
+        x = residual + F.linear(attend(q, k, v, mask, memory)[0], self.out)  # [n, D]
         gate, up = F.linear(F.rms_norm(x, *self.norm), self.gate_up).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate).mul_(up), self.down)
 

@@ -86,6 +86,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
             write(temporary)
+            # Only setting the umask tells its value.
             umask = os.umask(0)
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)  # safetensors writes mode 0600 whatever the umask
@@ -145,6 +146,7 @@ def directory_atomically(path: Path, barrier: Callable[[], None] | None = None) 
             if is_first:
                 for inside in [*temporary.rglob("*"), temporary]:
                     sync(inside)
+                # The old directory stays until the new one can take its place.
                 remove_tree(old)
                 if path.is_dir():
                     path.rename(old)

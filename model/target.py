@@ -120,6 +120,7 @@ class Target:
         """Frees what reads images or sound: decoder and LM head alone make the logits."""
         needed = {self.decoder, self.model.get_output_embeddings()}
         freed: list[tuple[nn.Module, str, nn.Module]] = []
+        # The list grows while it is read: modules that contain a needed one are searched in turn.
         parents: list[nn.Module] = [self.model]
         for parent in parents:
             for name, child in parent.named_children():

@@ -151,6 +151,7 @@ class BlockHead(nn.Module):
         rope_of_rows = (cos[positions][:, None], sin[positions][:, None])  # [B, 1, A * block, hd]
         rope_of_text = (cos[:length], sin[:length])
         context = self.fuse(taps)  # [B, T, D]
+        # where the fused taps before each anchor stand
         previous = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, context.shape[-1])
         x = self.rows(tokens, embedding, context.gather(1, previous)).flatten(1, 2)
         attention = self._attention(anchors, length)

@@ -63,6 +63,7 @@ class DraftVocabulary:
                 f"head.draft_vocab_size: {size:,} has no room for "
                 f"{len(set(forced)):,} special tokens"
             )
+        # forced ids rank before all others
         rank = counts.astype(np.int64, copy=True)
         rank[list(forced)] = np.iinfo(np.int64).max
         return cls.of_ids(torch.from_numpy(np.argsort(-rank, kind="stable")[:size]), len(counts))
@@ -197,10 +198,12 @@ class EagleHead(nn.Module):
         token.
         """
         x, embedded = self.enter(tokens, features)
+        # Later unroll steps may stand beyond the row's end.
         length = self.config.max_position_embeddings if memories else tokens.shape[1]
         rope = self.rotary.at(positions, length, x)
         each_memory = memories or [None] * len(self.blocks)
         for layer, memory in zip(self.blocks, each_memory, strict=True):
+            # A memory collects keys, so a layer with one must not run twice.
             if self.gradient_checkpointing and self.training and memory is None:
                 x = checkpoint(layer, x, embedded, rope, use_reentrant=False)
             else:
@@ -297,6 +300,7 @@ class Eagle3Head(EagleHead):
         self.fc = nn.Linear(taps_width, width, bias=False)
         self.midlayer = DecoderLayer(config, "pair", config.norm_before_residual)
         others = [DecoderLayer(config) for _ in range(config.num_hidden_layers - 1)]
+        # a plain list: the published names of these layers are `midlayer` and `layers`
         self.blocks = [self.midlayer, *others]
         if others:
             self.layers = nn.ModuleList(others)
