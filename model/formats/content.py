@@ -323,7 +323,7 @@ def _check_numbers(name: str, numbers: Any, path: Path) -> None:
     is_ascending = is_list and numbers and numbers[0] >= 0 and numbers == sorted(set(numbers))
     if numbers is not None and not is_ascending:
         raise UserError(
-            f"{path}: {name} is {numbers!r}; it must be a list of block numbers that ascend "
+            f"{path}: {name} is {numbers!r}; block numbers must be a list, and must ascend "
             "without repeats"
         )
 

@@ -340,7 +340,7 @@ def test_sizes_of_target() -> None:
     (warning,) = position_warnings(replace(config, rope_scaling=None), LONG, "head")
     assert "with scaling None" in warning
     tiny.refused(
-        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        "num_attention_heads: 4 is no multiple of num_key_value_heads 3",
         config_for,
         Eagle1Section(num_key_value_heads=3),
         TEXT,
@@ -393,7 +393,7 @@ def test_warm_start(
         (
             HydraSection(**hydra, prefix_layer=True, num_heads=3),
             (),
-            "head.num_heads: .* asks 3, .* has 4; set it",
+            "head.num_heads: the recipe has 3, but .* has 4; set it",
         ),
     ]
     for section, taps, said in table:

@@ -229,7 +229,7 @@ def test_private(head: Path, tmp_path: Path, monkeypatch: Any, layout: str) -> N
         assert layout == "aerie" or served in texts["README.md"]
         assert (
             ("--target TARGET" in texts["README.md"])
-            == ("place of `TARGET`" in texts["README.md"])
+            == ("Replace `TARGET`" in texts["README.md"])
             == (not name)
         )
         recipe = yaml.safe_load(texts["recipe.yaml"])

@@ -464,7 +464,7 @@ def test_no_head(tmp_path: Path) -> None:
     [
         ({"hidden_size": 48}, "its hidden size is 32, and that of tiny is 48"),
         ({"vocab_size": 400}, "its vocabulary is 320, and that of tiny is 400"),
-        ({"num_blocks": 5}, r"after blocks \[2, 4, 5\], and tiny has 5 blocks"),
+        ({"num_blocks": 5}, r"after blocks \[2, 4, 5\], but tiny has only 5 blocks"),
         ({"seed": 5}, "made for a target with other weight files than tiny"),
     ],
 )
