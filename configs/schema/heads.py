@@ -116,7 +116,7 @@ class Eagle1Section(_LayerSizes, HeadSection, kw_only=True):
         "number of decoder layers; the papers' heads have one", default=1
     )
     bias: bool = key(
-        "whether fc has a bias, as in published Vicuna and LLaMA-2 heads; no server loads it",
+        "whether fc has a bias, as in published Vicuna and LLaMA-2 heads; vLLM ignores it",
         default=False,
     )
 
