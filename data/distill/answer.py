@@ -1,4 +1,4 @@
-"""Answers of the target, in this process or from servers, and the thinking in its chat template."""
+"""The target's answers, from this process or from servers, and the thinking in them."""
 
 import asyncio
 import os
@@ -34,29 +34,30 @@ from aerie.model.storage import first_line
 TOO_LONG = "too long for the target's context"
 IS_TOO_LONG = re.compile(r"context length|max_model_len|too long|longer than", re.IGNORECASE)
 IDS_KEY = "return_token_ids"  # vLLM's
-WITHOUT_IDS = "an answer is learnt if the chat template gives it back as it was written"
+WITHOUT_IDS = "an answer is learnt only if the chat template renders it as it was written"
 UNKNOWN_MARKS = "the template does not say how the target writes a thought"
 PAUSE_S = 1.0  # before a server that was away or busy is asked again
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
-# Left out where a text is compared with its tokens.
+# Characters that do not count where a text is compared with its tokens.
 LOOSE = re.compile(rf"\s|\ufffd|{OPEN}|{CLOSE}")
 # HTTP statuses, by what they mean here
 REDIRECTS = (301, 302, 303, 307, 308)
 WRONG_ADDRESS = (401, 403, 404)
 REJECTED = (400, 413, 422)  # this row
 BUSY = (429, 503)
-FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length"}  # reasons, as kept here
+# An answer's `finish`, by the server's finish_reason.
+FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
 class Answer:
     content: str
-    finish: str  # 'stop' after an end-of-turn token; otherwise it is cut
+    finish: str  # 'stop' after an end-of-turn token; otherwise the answer is cut
     reasoning: str | None = None  # thinking, split from the content; blanks kept
     token_ids: tuple[int, ...] | None = None  # some servers leave out the end-of-turn token
     prompt_token_ids: tuple[int, ...] | None = None
-    tool_calls: tuple[Any, ...] = ()  # that a server has split from the content
-    text: str | None = None  # thinking and content, where they were split here
+    tool_calls: tuple[Any, ...] = ()  # calls that a server has split from the content
+    text: str | None = None  # thinking and content together, if Thinking.read split them
 
     @property
     def is_cut(self) -> bool:
@@ -64,7 +65,7 @@ class Answer:
 
     @property
     def exact_text(self) -> str | None:
-        """What the target wrote; None if a server has split it and has lost what stood between."""
+        """What the target wrote; None if a server split it and dropped what stood between."""
         if self.text is None and (self.reasoning is not None or self.tool_calls):
             return None
         return self.content if self.text is None else self.text
@@ -86,7 +87,10 @@ class Outcome:
 
 
 class Ask(Protocol):
-    """Answers a conversation that ends with the user; the seed draws the answer's tokens."""
+    """Answers a conversation that ends with the user; the seed draws the answer's tokens.
+
+    Raises Unanswered for this row, or UserError if no row can be answered.
+    """
 
     def __call__(
         self, messages: Sequence[Message], seed: int, tools: list[Any] | None = None
@@ -94,6 +98,8 @@ class Ask(Protocol):
 
 
 class Unanswered(Exception):
+    """The error of a row without an answer: it is skipped, or failed and may be asked again."""
+
     def __init__(self, status: Literal["skipped", "failed"], why: str) -> None:
         super().__init__(why)
         self.status = status
@@ -121,8 +127,8 @@ class Learnt(NamedTuple):
 class Thinking:
     """Splits thinking from answers and puts it back, as one tokenizer's chat template does.
 
-    An answer's tokens are the server's, or they are the template's own render of the answer, in
-    which all that it says is found again. Texts are never put together here.
+    An answer's tokens come from the server, or from the template's own render of the answer if that
+    holds all that the answer says. No text is put together here.
     """
 
     def __init__(
@@ -130,7 +136,7 @@ class Thinking:
     ) -> None:
         self.tokenizer = tokenizer
         self.end_ids = end_ids
-        # As the target reads, and as training reads, which has no arguments of a server.
+        # `chat` renders as the target reads; `training` has no arguments of a server.
         self.chat = Chat(tokenizer, end_ids, Tally(), template_arguments)
         self.training = Chat(tokenizer, end_ids, Tally()) if template_arguments else self.chat
         # The generation prompt may open the thinking.
@@ -142,7 +148,7 @@ class Thinking:
         """The answer, with its thinking split from its content if the server has not done so."""
         content = answer.content
         thought = answer.reasoning
-        # A server's blank thinking is none, unless the prompt opens it.
+        # Blank thinking from a server counts as none, unless the prompt opens it.
         if thought is not None and (thought.strip() or (self.is_opened and CLOSE not in content)):
             return answer
         thought, closed, rest = content.partition(CLOSE)
@@ -160,7 +166,7 @@ class Thinking:
             return "the answer spells a special token" if is_special else None
         ids = [*answer.token_ids, *(answer.prompt_token_ids or ())]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < self.num_ids:
-            return f"token ids outside the {self.num_ids:,} of the target's tokenizer"
+            return f"its token ids are outside the {self.num_ids:,} of the target's tokenizer"
         decode = self.tokenizer.decode
         prompt_ids = answer.prompt_token_ids
         question = decode(self.ids(messages[-1]["content"]))
@@ -169,7 +175,7 @@ class Thinking:
         ids = [token for token in answer.token_ids if token not in self.end_ids]
         spelt = {_loosely(answer_text(self.tokenizer, ids)), _loosely(decode(ids))}
         is_spelt = bool(spelt & {_loosely(text), _loosely(answer.content)})
-        if answer.exact_text is None and not is_spelt:  # other marks stand between its parts
+        if answer.exact_text is None and not is_spelt:  # its parts stand between other marks
             is_spelt = not find_said(said_by(self.message(answer)), decode(ids))[0]
         return None if is_spelt else "its token ids do not spell its text"
 
@@ -177,7 +183,7 @@ class Thinking:
 
     @cached_property
     def thought_form(self) -> MessageForm:
-        """How the template reads thoughts; tags in the content if it reads them in no field."""
+        """How the template reads thoughts: in a field, or as tags in the content if in no field."""
         return next(iter(self.chat.forms.thoughts), THOUGHT_FORMS[-1])
 
     def message(self, answer: Answer) -> Message:
@@ -219,11 +225,14 @@ class Thinking:
     def _rendered(
         self, answer: Answer, messages: Sequence[Message], tools: list[Any] | None
     ) -> Written:
-        """An answer without ids, as the template renders it; UnusableRow if that is another."""
+        """An answer that came without ids, as the template renders it.
+
+        UnusableRow if the render is not known to be what the target wrote.
+        """
         if answer.is_cut:
             raise UnusableRow("an answer is cut and came without token ids", "")
         has_thought = bool((answer.reasoning or "").strip())
-        # Tags would be ours, unless the prompt opens one: the target may write [THINK].
+        # <think> tags would be a guess, unless the prompt opens one: the target may write [THINK].
         knows_no_tags = answer.exact_text is None and has_thought and not self.is_opened
         if knows_no_tags and self.thought_form == THOUGHT_FORMS[-1]:
             raise UnusableRow(UNKNOWN_MARKS, "")
@@ -247,10 +256,10 @@ class Thinking:
             body = body.partition(end_text)[0]
         # Some tokenizers drop a text's first blank.
         spelt = self.tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)
-        # Without a thought, a server may have dropped an empty one, or the target wrote none.
+        # If the answer has no thought, the server dropped an empty one, or the target wrote none.
         has_empty_thought = answer.exact_text is None and not has_thought and CLOSE in body
         if has_empty_thought or answer.exact_text not in (None, body, spelt):
-            raise UnusableRow("the template writes an answer otherwise than the target did", "")
+            raise UnusableRow("the template does not render an answer as the target wrote it", "")
         if find_said(said_by(conversation.messages[-1]), self.tokenizer.decode(ids))[0]:
             raise UnusableRow("an end-of-turn token stands inside an answer", "")
         return Written(list(row.input_ids[:first]), ids)
@@ -270,9 +279,9 @@ class Thinking:
     # --- training rows ----------------------------------------------------------------------------
 
     def learnt(self, outcome: Outcome) -> Learnt:
-        """The training rows of a done row: up to the first answer whose tokens are not known.
+        """The training rows of a done row, up to the first answer whose tokens are not known.
 
-        They are text if training renders it as the target wrote it, else token ids.
+        They hold text if training renders it as the target wrote it, else token ids.
         """
         messages = system_turns(outcome.system)
         answers = list[Written]()
@@ -295,7 +304,7 @@ class Thinking:
         return Learnt([{"id": outcome.id, **tools, "messages": messages}], answers, why)
 
     def training_rows(self, outcome: Outcome) -> list[dict[str, Any]]:
-        """JSON-ready training rows of a done row; none if no answer of it can be learnt."""
+        """JSON-ready training rows of a done row; [] if no answer of it can be learnt."""
         return self.learnt(outcome).rows
 
     def _is_rendered_in_training(
@@ -320,7 +329,7 @@ class Thinking:
 
 
 def _rows_of_tokens(name: str, answers: Sequence[Written]) -> list[dict[str, Any]]:
-    """One row with all answers, unless a later prompt rewrites earlier tokens: then another."""
+    """One row with all answers; a further row begins where a prompt rewrites earlier tokens."""
     rows: list[dict[str, Any]] = []
     ids, mask = list[int](), list[int]()
     for prompt_ids, answer_ids in answers:
@@ -344,7 +353,10 @@ def _loosely(text: str) -> str:
 def local_target(
     decode: Callable[[list[int], int], list[int]], thinking: Thinking, room: int
 ) -> Ask:
-    """decode: (prompt ids, seed) -> answer ids; room: a prompt's most tokens."""
+    """An `Ask` by `decode`, which maps prompt ids and a seed to answer ids.
+
+    room: the most tokens of a prompt; a longer one is skipped.
+    """
 
     async def ask(messages: Sequence[Message], seed: int, tools: list[Any] | None = None) -> Answer:
         prompt = thinking.ids(thinking.prompt(messages, tools))
@@ -361,7 +373,8 @@ def local_target(
 class ServedTarget:
     """Asks the target on its servers.
 
-    A row fails if a server rejects it, or errs on it alone. Otherwise it waits for a server.
+    A row fails if a server rejects it, or if it fails on this row but answers another question.
+    Otherwise the row waits until a server answers.
     """
 
     def __init__(self, config: ServerConfig, model: str, sampling: AnswerSamplingConfig) -> None:
@@ -371,7 +384,7 @@ class ServedTarget:
             raise UserError("distill.server needs openai: pip install -e .[distill]") from error
         self.config = config
         self.errors = (openai.APIError, TimeoutError, ValueError)
-        # openai's limit is for each read; this one, of all tries, stops a server that drips.
+        # openai's timeout is for each read. This limit is for all tries, and ends slow replies.
         self.limit_s = config.timeout_s * (config.retries + 1)
         timeout = openai.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s))
         self.clients = {
@@ -410,13 +423,13 @@ class ServedTarget:
                 answer = await self(QUESTION, 0)
         except Unanswered as error:
             raise UserError(
-                f"{', '.join(self.clients)}: no answer to a question: {error.why}; "
+                f"{', '.join(self.clients)}: a test question got no answer ({error.why}); "
                 "check distill.sampling (max_tokens) and distill.server.extra_body"
             ) from error
         if answer.token_ids is None:
             if is_auto:
                 self.body["extra_body"].pop(IDS_KEY, None)
-            print(f"distill: the server gives no token ids: {WITHOUT_IDS}", flush=True)
+            print(f"distill: the server gives no token ids, so {WITHOUT_IDS}", flush=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -456,11 +469,14 @@ class ServedTarget:
                 )
             elif url not in self.away:
                 self.away.add(url)
-                warn(f"{url}: {why}; it is asked again for {self.config.patience_s:g} s")
+                warn(
+                    f"{url}: {why}; it is asked again for up to {self.config.patience_s:g} s "
+                    "(distill.server.patience_s)"
+                )
             await asyncio.sleep(PAUSE_S)
 
     def _load_of(self, url: str) -> tuple[bool, int]:
-        """The least is asked next; a server that is away has one row at a time."""
+        """A sort key: the least server is asked next; one that is away gets one row at a time."""
         under_way = self.under_way[url]
         return url in self.away and under_way > 0, under_way + (url in self.away)
 
@@ -486,8 +502,8 @@ class ServedTarget:
             reply = await client.chat.completions.create(**body)
         if getattr(reply, "kv_transfer_params", None):
             raise UserError(
-                f"{masked(str(client.base_url))}: gives hidden states, and leaves a file of each "
-                "answer; start it anew without --speculative-config and --kv-transfer-config"
+                f"{masked(str(client.base_url))}: gives hidden states, and leaves a file for each "
+                "answer; restart it without --speculative-config and --kv-transfer-config"
             )
         try:
             choices = getattr(reply, "choices", None)  # a proxy's page is a text
@@ -499,11 +515,11 @@ class ServedTarget:
             raise Unanswered("skipped", error.reason) from error
         except (ValidationError, AttributeError, TypeError, LookupError) as error:
             raise Unanswered(
-                "skipped", "the server's reply has no text, or token ids that are no numbers"
+                "skipped", "the server's reply has no text, or token ids that are not numbers"
             ) from error
 
     async def _is_up(self, url: str) -> bool:
-        # Asks another question: if that is answered, the row is at fault.
+        # Ask another question; if the server answers it, the row is at fault.
         client = self.clients[url].with_options(max_retries=0)
         try:
             await self._complete(client, model=self.body["model"], messages=QUESTION, max_tokens=1)

@@ -1,4 +1,4 @@
-"""A distillation: each ended row is a line in its share's journal; at the end they are merged."""
+"""A distillation: each share writes its ended rows to a journal, and a merge joins the journals."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ def _is_loop(text: str) -> bool:
 
 
 def _ends_in_rounds(units: Sequence[str], least: int) -> bool:
-    """Whether the last units, at least so many, are LOOP_TIMES the same or more."""
+    """Whether the last `least` units or more repeat one run of units, at least LOOP_TIMES."""
     for period in range(1, min(LONGEST_PERIOD, len(units) // LOOP_TIMES) + 1):
         span = max(LOOP_TIMES, -(-least // period)) * period
         end = units[-span:]
@@ -128,7 +128,7 @@ def _is_foreign(question: str, answer: str) -> bool:
 
 
 def _scripts(text: str) -> list[str]:
-    # of each letter: LATIN, CYRILLIC; Japanese and Chinese are one
+    # The script of each letter, such as LATIN; Japanese and Chinese count as one script.
     names = (unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
     return ["CJK" if name in ("HIRAGANA", "KATAKANA") else name for name in names]
 
@@ -265,7 +265,7 @@ class Distillation:
         return Overlap(self.questions, self.config.ngram)
 
     def prompts(self, overwrite: bool) -> list[InputRow]:
-        """The input rows, made once; overwrite replaces another recipe's and their answers."""
+        """The input rows, made once; overwrite: replaces another recipe's rows and answers."""
         path = self.directory / "prompts.jsonl"
         record = path.with_suffix(".json").name
         with Lock(self.directory / ".prompts.lock") as lock:
@@ -296,11 +296,11 @@ class Distillation:
         target: AbstractAsyncContextManager[Ask],
         thinking: Thinking,
     ) -> None:
-        """Asks a share's rows that have not ended; retry: also those without answers."""
+        """Asks a share's rows that have not ended; retry: also rows that ended without answers."""
         path = self.directory / f"journal/shard-{share.index:05d}-of-{share.count:05d}.jsonl"
         with Lock(path) as lock:
             if not lock.acquire(wait=False):
-                raise UserError(f"{path}: another process writes it; wait for it")
+                raise UserError(f"{path}: another process is writing it; wait until it ends")
             rows = share.part(prompts)
             ended = {
                 name for name, row in ended_rows(self.directory).items() if row.is_done or not retry
@@ -310,7 +310,7 @@ class Distillation:
                 return
             # The output is whole again after the next merge.
             (self.directory / storage.FILE).unlink(missing_ok=True)
-            with path.open("r+b") as file:  # without a torn last line
+            with path.open("r+b") as file:  # cuts off a torn last line
                 file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
             with start_progress(
                 len(rows), "row", "distill", done=len(rows) - len(waiting)
@@ -354,7 +354,7 @@ class Distillation:
                 answer = thinking.read(await ask(messages, seed))
                 if problem := thinking.problem(answer, messages):
                     raise Unanswered("skipped", problem)
-                if is_learnt and not answer.is_cut:  # the gate judges one that is cut
+                if is_learnt and not answer.is_cut:  # the gate judges cut answers
                     thinking.written(answer, messages, prompt.tools)
             except UnusableRow as error:
                 raise Unanswered("skipped", error.reason) from error
@@ -395,7 +395,7 @@ class Distillation:
         )
 
     def _problem(self, invented: Answer) -> str:
-        """The invented problem; Unanswered if it is none to ask."""
+        """The invented problem; Unanswered if it must not be asked."""
         problem = problem_in(invented.content)
         is_whole = problem and not invented.is_cut
         if flaw := self.overlap.reason(problem) if is_whole else "is cut or empty":
@@ -403,7 +403,7 @@ class Distillation:
         return problem
 
     def merge(self, prompts: Sequence[InputRow], thinking: Thinking) -> dict[str, Any]:
-        """Writes conversations, outcomes and summary; the bytes do not depend on the jobs."""
+        """Writes conversations, outcomes and summary; the bytes do not depend on the shares."""
         rows = ended_rows(self.directory)
         missing = [prompt.id for prompt in prompts if prompt.id not in rows]
         if missing:
@@ -454,7 +454,7 @@ def run_distillation(
     share = JobShare.of(options.shard)
     server = job.config.server
     if options.merge and (options.retry_failed or share.count > 1):
-        raise UserError("--merge asks nothing; leave --retry-failed and --shard out")
+        raise UserError("--merge asks nothing; leave out --retry-failed and --shard")
     tokenizer = recipe_tokenizer(target, render)
     arguments = server.extra_body.get("chat_template_kwargs") if server else None
     thinking = Thinking(tokenizer, target_end_ids(target, tokenizer), arguments)
@@ -470,7 +470,8 @@ def run_distillation(
         job.ask(prompts, share, options.retry_failed, answers, thinking)
         if share.count > 1:
             print(
-                f"distill {share}: its rows have ended; after the last share, run distill --merge",
+                f"distill: all rows of share {share} have ended; "
+                "after the last share, run aerie distill --merge",
                 flush=True,
             )
             return

@@ -51,7 +51,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
                 prompt, unread_keys = _with_question(prompt, row.value, source, config.max_turns)
                 unread.append((row.source, unread_keys))
             except UnusableRow as error:
-                if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
+                if error.reason == UNKNOWN_KEYS and row.number == 1:  # as all others will be
                     raise UserError(f"{row.source} {error.sentence}") from error
                 prompts.append(replace(prompt, skip=error.reason))
                 continue
@@ -72,7 +72,7 @@ def make_prompts(config: DistillConfig, questions: Iterable[str]) -> list[InputR
 
 
 def _drawn_rows(source: SourceConfig, seed: str) -> Iterable[tuple[int, RawRow]]:
-    """A source's rows with their numbers; if only some are wanted, those with the least hashes."""
+    """A source's rows with their numbers; if num_rows is set, those with the lowest hashes."""
     rows = enumerate(read_rows(source.path, source.revision), start=1)
     if source.num_rows is None:
         return rows
@@ -82,7 +82,7 @@ def _drawn_rows(source: SourceConfig, seed: str) -> Iterable[tuple[int, RawRow]]
 
 
 def asked_key(system: str | None, turns: Iterable[str]) -> str:
-    """A key that ignores case and the number of blanks."""
+    """A key of what is asked, which ignores case and the number of blanks."""
     return digest([" ".join(text.casefold().split()) for text in (system or "", *turns)])
 
 
@@ -101,9 +101,9 @@ def plan_line(prompts: Sequence[InputRow]) -> str:
 def _with_question(
     prompt: InputRow, row: Any, source: SourceConfig, max_turns: int | None
 ) -> tuple[InputRow, frozenset[str]]:
-    """The prompt with what a row asks, and what the row also holds, as reasons to count."""
+    """The prompt with what a row asks, and what nobody reads of the row, as reasons to count."""
     if not isinstance(row, Mapping):
-        raise UnusableRow("row is no object", "")
+        raise UnusableRow("the row is not an object", "")
     prompt = replace(prompt, system=source.system_prompt)
     if source.kind == "personas":
         return _with_persona(prompt, row, source.ask == "problem"), frozenset()
@@ -122,7 +122,7 @@ def _with_persona(prompt: InputRow, row: Mapping[str, Any], is_invented: bool) -
     kind = "persona" if is_invented else "problem"
     text = next((str(row[name]).strip() for name in TEXTS["fields"][kind] if row.get(name)), "")
     if not text:
-        raise UnusableRow(f"row has no {kind}", "")
+        raise UnusableRow(f"the row has no {kind}", "")
     if is_invented:
         return replace(prompt, invent=TEXTS["invent"].format(persona=text))
     return replace(prompt, turns=(TEXTS["solve"].format(problem=problem_in(text)),))
@@ -141,7 +141,7 @@ UNSPACED = (
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-# a run in so many questions is an instruction
+# A run of words is an instruction if this share of the questions, and at least so many, hold it.
 COMMON_SHARE = 0.1
 COMMON_LEAST = 5
 
@@ -152,18 +152,18 @@ def words(text: str) -> list[str]:
 
 
 class Overlap:
-    """Finds runs of `size` words of evaluation questions, except common ones.
+    """Finds texts that share a run of `size` words with an evaluation question.
 
-    A question that has no such run is found if all of it is in a text.
+    Common runs do not count. A question without another run is found if a text holds all of it.
     """
 
     def __init__(self, questions: Iterable[str], size: int) -> None:
         splits = {tuple(words(question)) for question in questions} - {()}
         counts = Counter(chain.from_iterable(_runs(split, size) for split in splits))
         limit = max(COMMON_LEAST, COMMON_SHARE * len(splits))
-        # of all of a question
+        # hashes of whole questions
         self._texts = set[bytes]().union(*(_runs(split, len(split)) for split in splits))
-        # by length
+        # hashes of runs, by their number of words
         self._known_runs = {size: {run for run, count in counts.items() if count < limit}}
         for split in splits:
             # Shorter questions ("Go on.") are only compared with whole texts.

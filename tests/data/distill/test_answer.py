@@ -301,7 +301,7 @@ def test_calls_without_an_object(arguments: str) -> None:
     """A call whose arguments are no object is no answer, unless the server tells its tokens."""
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    reason = "the arguments of a call are no JSON object"
+    reason = "the arguments of a call are not a JSON object"
     with Scripted(message=message) as server, pytest.raises(UserError, match=reason):
         ask([server.url], "a")
     with Scripted(message=message, token_ids=[7], prompt_token_ids=[1]) as server:

@@ -99,7 +99,7 @@ def test_retry(tmp_path: Path, whole: bytes) -> None:
     """Failed and skipped rows are asked again if that is wished, by one writer at a time."""
 
     async def failing(messages: Sequence[Message], seed: int) -> Answer:
-        with pytest.raises(UserError, match="another process writes it"):
+        with pytest.raises(UserError, match="another process is writing it"):
             await asyncio.to_thread(sit, tmp_path, echo)
         if (number := str(messages[0]["content"])[9]) in "2456":
             raise Unanswered("failed" if number in "24" else "skipped", "why")
@@ -146,7 +146,7 @@ def test_later_questions() -> None:
     refused = end_of(two, lambda _: Answer("c", "stop"), template=NO_SYSTEM)
     assert (refused.status, refused.why) == (
         "skipped",
-        "the chat template refuses it: No system role",
+        "the chat template refuses the messages: No system role",
     )
 
 
@@ -277,7 +277,7 @@ def test_gate(
     page = (tmp_path / "summary.html").read_text()
     assert all(
         text in page
-        for text in ("4 of 8 input rows are kept", "failed: HTTP 500", "a &lt;target&gt;")
+        for text in ("4 of 8 input rows are kept.", "failed: HTTP 500", "a &lt;target&gt;")
     )
 
 
@@ -381,7 +381,7 @@ def test_human_turns_are_asked(
         "no user turn": said(("assistant", "Because.")),
         "the same prompt as an earlier row": said(("user", " WHY? ")),
         "the conversation calls tools": said(("user", "x"), ("tool", None)),
-        "row is no object": "text",
+        "the row is not an object": "text",
     }
     prompts = made(tmp_path, list(rows.values()))
     assert [prompt.skip for prompt in prompts] == list(rows)
@@ -394,7 +394,7 @@ def test_human_turns_are_asked(
         {"prompt": "Why?", "system": 5},
     ]
     usable = ["Why?", {"turns": None, "question": "a?"}]
-    reasons = ["an empty question, or no text"] * 4 + ["a system column is no text"]
+    reasons = ["the question is empty or is no text"] * 4 + ["a system column is not text"]
     assert skips(tmp_path, usable + empty) == [None] * 2 + reasons
 
 

@@ -98,7 +98,7 @@ def test_headers_are_the_templates() -> None:
     assert written == f"<think>2 + 2</think>{header}four<|im_end|>"
     assert parted.rows[0]["messages"][-1]["thought"] == "2 + 2"
     for answer, reason in (
-        (Answer("four", "stop"), "the template writes an answer otherwise than the target did"),
+        (Answer("four", "stop"), "the template does not render an answer as the target wrote it"),
         (Answer("fo", "length"), "an answer is cut and came without token ids"),
     ):
         assert reader.learnt(outcome_of(answer)) == ([], [], reason)
@@ -202,8 +202,11 @@ def test_wrong_ids_are_named() -> None:
     assert reader.problem(right, asked) is None
     for changes, problem in (
         ({"content": "five boats"}, "its token ids do not spell its text"),
-        ({"token_ids": (*said, 320)}, "token ids outside the 320 of the target's tokenizer"),
-        ({"prompt_token_ids": (1, -1)}, "token ids outside"),
+        (
+            {"token_ids": (*said, 320)},
+            "its token ids are outside the 320 of the target's tokenizer",
+        ),
+        ({"prompt_token_ids": (1, -1)}, "its token ids are outside"),
         (
             {"prompt_token_ids": (1, *reader.ids("How many owls?"))},
             "its prompt token ids do not spell the prompt",
