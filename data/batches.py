@@ -1,4 +1,4 @@
-"""Rows -> right-padded batches; seed, epoch and rows per step fix their order."""
+"""Batches of rows, padded or packed, and their order, fixed by seed, epoch and rows per step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from aerie.model.target import Target, TargetOutput, family
 Shuffled = TypeVar("Shuffled")
 Prefetched = TypeVar("Prefetched")
 BatchRow = TokenRow | CachedRow
-WINDOW_STEPS = 16  # rows of this many steps are sorted by length together: less padding
+WINDOW_STEPS = 16  # rows of so many steps are sorted by length together, to save padding
 
 
 # --- batches ------------------------------------------------------------------------------------
@@ -34,13 +34,13 @@ class Batch:
     """Conversations, right-padded, or packed into one row; `to` decodes the stored states."""
 
     input_ids: Tensor  # [B, T]
-    # [B, T], on the host, the loss mask: number of the assistant turn; 0: not learnt
+    # [B, T], on the host, the loss mask: the number of the answer, or 0 where nothing is learnt
     turn_ids: Tensor
-    lengths: Tensor  # tokens of each conversation, on the host: [B], or more if packed
+    lengths: Tensor  # [B] or, packed, [documents], on the host: tokens of each conversation
     rows: tuple[int, ...]  # row numbers in the data set
-    features: Any = None  # [B, T, D]; never None in an objective
+    features: Any = None  # [B, T, D], last_hidden; never None in an objective
     taps: Any = None  # [B, T, L*D]
-    documents: tuple[int, ...] | None = None  # packed (B is 1): the conversations' lengths
+    documents: tuple[int, ...] | None = None  # if packed (B is 1): the conversations' lengths
     seeds: tuple[int, ...] | None = None  # one per row, for noise, dropout and drawn tokens
     scales: Tensor | None = None  # [B, T, 1 + L]
     dtype: torch.dtype | None = None  # to decode the states to; None: they are not encoded
@@ -100,7 +100,10 @@ class Batch:
 
 
 def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = False) -> Batch:
-    """The rows as one batch; without rows (a process without work), one row of padding."""
+    """The rows as one batch, padded or packed; no rows (a process without work): one of padding.
+
+    numbers: the rows' numbers in the data set.
+    """
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]
         return Batch(empty, empty.clone(), torch.zeros(1, dtype=torch.long), (-1,))
@@ -131,7 +134,7 @@ def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = Fal
 
 
 def _renumbered(turn_ids: list[Tensor]) -> list[Tensor]:
-    """Turn ids of conversations that share a row: no two may have the same one."""
+    """Turn ids of conversations that share a row, so that no two answers have the same one."""
     used = 0
     renumbered = []
     for ids in turn_ids:
@@ -160,7 +163,7 @@ class ShardPools(NamedTuple):
 
 @dataclass
 class Order:
-    """Which rows each optimiser step takes, and which of these each process."""
+    """Which rows each optimiser step takes, and which of them each process takes."""
 
     lengths: Sequence[int]  # of the rows, in tokens
     seed: int
@@ -172,7 +175,7 @@ class Order:
     def __post_init__(self) -> None:
         self.rows_per_step = self.batch_size * self.accumulation * self.world_size
         self.steps_per_epoch = -(-len(self.lengths) // self.rows_per_step)
-        self._steps_of = lru_cache(1)(self._rows_of_steps)  # the steps of an epoch
+        self._steps_of = lru_cache(1)(self._rows_of_steps)  # keeps the last epoch's steps
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -222,15 +225,15 @@ class Order:
 def prefetched(
     make: Callable[[int], Prefetched], numbers: Iterable[int], threads: int
 ) -> Iterator[Prefetched]:
-    """Yields make(number) for each number; so many threads work ahead."""
-    # Rebuilds torch's pool after a fork; two threads cannot do it at once.
+    """Yields make(number) for each number, in order; `threads` threads work ahead."""
+    # Rebuild torch's pool after a fork here, since two threads cannot do it at once.
     torch.set_num_threads(torch.get_num_threads())
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="batches") as pool:
         yield from run_ahead(pool, make, numbers, threads + 1)
 
 
 def fetch_rows(rows: Sequence[BatchRow], positions: Sequence[int]) -> Sequence[BatchRow]:
-    """Several rows; those of servers are asked for at once."""
+    """Several rows; if servers give their states, all rows are asked for at once."""
     if isinstance(rows, ServedRows):
         return rows.at(positions)
     return [rows[position] for position in positions]
@@ -246,7 +249,7 @@ def threads_for(rows: Sequence[BatchRow], rows_per_step: int) -> int:
 def group_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Groups of positions, longest first.
 
-    Rows times the longest of a group is at most batch_tokens, except where a group has one row.
+    A group's rows times its longest row is at most batch_tokens, unless the group is one row.
     """
     groups: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
@@ -268,7 +271,7 @@ def forward(
     is_long = lengths > (target.rope_switch or 2**31)  # [B]
     if not is_long.any() or is_long.all():
         return target.features(input_ids.to(target.device), after_blocks), mask
-    # LongRoPE: a long row would change the factors of all rows, so short rows go apart.
+    # LongRoPE: a long row would change the factors of all rows, so short rows run by themselves.
     joined: dict[str, Any] = {}
     for rows in (is_long, ~is_long):
         ids = input_ids[rows, : int(lengths[rows].max())]
@@ -289,7 +292,7 @@ def check_padding(target: Target) -> None:
     vocab_size = target.vocab.embedding.shape[0]
     for length, seconds in lengths_to_check(target).items():
         if length > SHORT and seconds > 1:
-            continue
+            continue  # this forward would take too long
         ids = torch.arange(2 * length).view(2, length).mul(7).remainder(vocab_size)  # [2, T]
         lengths = torch.tensor([length, max(1, length // 3)])
         together = forward(target, ids, lengths, ())[0].last_hidden  # [2, T, D]
@@ -299,8 +302,8 @@ def check_padding(target: Target) -> None:
             if error is not None:
                 raise UserError(
                     f"{target.recipe.path}: {family(target.model)}: a row's logits change by "
-                    f"{error:.2g} beside a longer row of {length} tokens; "
-                    "no head can be trained for it"
+                    f"{error:.2g} if its batch has a longer row of {length} tokens, so "
+                    "no head can be trained for this target"
                 )
 
 
@@ -315,7 +318,8 @@ def with_states(
     if documents is not None:  # the target reads packed conversations one per row
         ids = pad_sequence(ids[0].split(documents), batch_first=True)  # [N, T]
     output, mask = forward(target, ids, batch.lengths, after_blocks)
-    # A mask [B, T, 1], or numbers [tokens]: found on the host, since the device would have to wait.
+    # A mask [B, T, 1], or the numbers [tokens] of real tokens. The host finds them, because a
+    # device would have to wait for their count.
     real = mask[..., None] if documents is None else mask.flatten().nonzero()[:, 0]
     real = real.to(ids.device, non_blocking=True)
     used: dict[str, Any] = {}

@@ -7,12 +7,13 @@ at messages[i]:
     text   = render(messages[:i + 1])                            what it has read and written
 
 What `text` adds to `prompt` is learnt, up to its first end-of-turn token. One row carries all
-answers if every `text` is a prefix of the last one. Otherwise (a template drops earlier thinking)
-each answer has a row of its own.
+answers if every `text` is a prefix of the last one. Otherwise, for example if the template drops
+earlier thinking, each answer has a row of its own.
 
-A template may leave out what a message says. So each text of the row (contents, thoughts, the names
-and arguments of calls, tools) is looked up in what was rendered of it (said.py). A row that loses
-one is given in the other forms that templates read (forms.py), and is left out if none keeps all.
+A template may leave out what a message says. So `Chat` looks up each text of the row (contents,
+thoughts, the names and arguments of calls, tools) in the rendered text (said.py). If one is lost,
+it tries the other forms that templates read (forms.py). If no form keeps all texts, the
+conversation ends before the lost one, and is left out if no answer remains.
 """
 
 import json
@@ -67,8 +68,10 @@ FINAL = re.compile(
 
 @dataclass(frozen=True)
 class TokenRow:
-    input_ids: Sequence[int]
-    # The loss mask, per token: j in the j-th answer and its end-of-turn token; 0: not learnt.
+    """A conversation's tokens with their loss mask."""
+
+    input_ids: Sequence[int]  # [T]
+    # [T], the loss mask: j in the j-th answer and its end-of-turn token, 0 where nothing is learnt
     turn_ids: Sequence[int]
     source: str  # 'file: row n'
 
@@ -78,9 +81,9 @@ class TokenRow:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots p that learn: tokens p + 1 and p + 2 are of one turn.
+        """How many slots p learn: those whose tokens p + 1 and p + 2 belong to one turn.
 
-        A slot p has the feature of token p and the token p + 1 (docs/words.md).
+        Slot p holds the feature of token p, and token p + 1 (docs/words.md).
         """
         return sum(1 for first, second in pairwise(self.turn_ids[1:]) if first == second != 0)
 
@@ -89,7 +92,7 @@ class Span(NamedTuple):
     """Where an answer is in a rendered text, in characters."""
 
     start: int
-    said_end: int  # behind the last text of the message; what follows is the template's
+    said_end: int  # after the message's last text; the template wrote what follows
     end: int
 
 
@@ -109,7 +112,7 @@ def shared_start(first: str, second: str) -> int:
 def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any) -> Any:
     """The messages rendered by the tokenizer's chat template, as text or ids.
 
-    UnusableRow if the template refuses these messages; UserError if it can render none.
+    UnusableRow if the template refuses these messages; UserError if it cannot render any.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     if not tokenizer.chat_template:
@@ -125,14 +128,18 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], **settings: Any)
         if isinstance(text, str):
             text.encode()
             if any(number in text for number in _invented_ids(messages)):
-                raise UnusableRow("the template writes the id of a call, and the row has none", "")
+                raise UnusableRow("the template writes the ids of calls, but the row has none", "")
         return text
     except UnicodeEncodeError as error:
         raise UnusableRow("a text has half of a surrogate pair", "") from error
     except TemplateSyntaxError as error:
-        raise UserError(f"{name}: chat template: line {error.lineno}: {error.message}") from error
+        raise UserError(
+            f"{name}: the chat template's line {error.lineno}: {error.message}"
+        ) from error
     except REFUSALS as error:
-        raise UnusableRow(f"the chat template refuses it: {first_line(error)[:120]}", "") from error
+        raise UnusableRow(
+            f"the chat template refuses the messages: {first_line(error)[:120]}", ""
+        ) from error
 
 
 def _invented_ids(messages: Sequence[Message]) -> Iterator[str]:
@@ -143,7 +150,7 @@ def _invented_ids(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text for a reader: without special tokens; with channels, only the `final` messages."""
+    """The text that a reader sees, without special tokens; of channels, only `final` messages."""
     if "<|channel|>" in tokenizer.get_added_vocab():
         text = tokenizer.decode(ids)
         if "<|channel|>" in text:
@@ -152,9 +159,9 @@ def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -> str:
-    """What the target reads before it answers, in the first form in which nothing is lost.
+    """The text that the target reads before it answers, in the first form that loses nothing.
 
-    UnusableRow if the template refuses, LostText if it loses a text of it, in every form.
+    If there is none: LostText if the template loses a text, UnusableRow if it refuses the messages.
     """
 
     def render(formed: Conversation) -> str:
@@ -171,9 +178,9 @@ def render_prompt(tokenizer: Any, conversation: Conversation, **settings: Any) -
 def encode_prompt(
     tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None = None
 ) -> list[int]:
-    """Token ids of what the target reads before it answers.
+    """The token ids that the target reads before it answers.
 
-    What a template leaves out of a prompt in every form is told once.
+    Warns once if the template leaves out a text of the prompt in every form.
     """
     try:
         text = render_prompt(tokenizer, Conversation("", tuple(messages), tools))
@@ -210,7 +217,7 @@ class Chat:
         self.special_ids.update(tokenizer.all_special_ids)
         self.special_texts = [token.content for _, token in added if token.special]
         texts = [tokenizer.decode([number]) for number in sorted(self.end_ids)]
-        self.end_texts = [text for text in texts if text]  # none for an id of another tokenizer
+        self.end_texts = [text for text in texts if text]  # an id of another tokenizer has no text
         # Without the post-processor, which adds special tokens and trims blanks off the offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.post_processor = None
@@ -224,8 +231,8 @@ class Chat:
     def render(self, conversation: Conversation) -> list[Rendered]:
         """One text with all answers, or a text per answer if the template rewrites earlier text.
 
-        The conversation has at least one answer. It ends before the first message of which the
-        template loses a text in every form; UnusableRow if no answer is left.
+        The conversation has at least one answer. It ends before the first message whose text the
+        template loses in every form; UnusableRow if no answer is left.
         """
         try:
             form, (rendered, notes) = self.forms.first(self._render, conversation)
@@ -239,7 +246,7 @@ class Chat:
         return [self._closed(row, calls_tools) for row in rendered]
 
     def _render_before(self, error: UnusableRow, conversation: Conversation) -> list[Rendered]:
-        """Up to the last answer before the lost text; raises the error if there is none."""
+        """Renders up to the last answer before the lost text; raises `error` if there is none."""
         lost = max(getattr(error, "index", 0), 0)
         ends = [
             index
@@ -252,7 +259,7 @@ class Chat:
         return self.render(conversation._replace(messages=conversation.messages[: ends[-1]]))
 
     def _render(self, conversation: Conversation) -> tuple[list[Rendered], list[str]]:
-        """The texts, and what was left out of them."""
+        """The texts, and notes on what they leave out."""
         messages = conversation.messages
         texts, spans, notes = list[str](), list[Span](), list[str]()
         is_one_text = True
@@ -274,7 +281,7 @@ class Chat:
             if len(said) > 1 and any(len(item.text.strip()) < SHORT_TEXT for item in said):
                 self._require_short(conversation, index)
             if any(end in item.text for item in said for end in self.end_texts):
-                notes.append("text behind an end-of-turn token that an answer spells")
+                notes.append("text after an end-of-turn token that an answer spells out")
                 said_end = start
             if writes_python(message, text[start:]):
                 raise UnusableMessage(
@@ -291,9 +298,10 @@ class Chat:
         ], notes
 
     def _require_short(self, conversation: Conversation, index: int) -> None:
-        """LostText if the answer's short texts are the template's own words ("id", "to").
+        """LostText if a short text of the answer is lost.
 
-        A mark on each thought, content and value of an argument must come out again.
+        The text might have been found in the template's own words ("id", "to"). So each thought,
+        content and value of an argument gets a mark, which must stand in the rendered text.
         """
         messages = list(conversation.messages)
         messages[index], marked = with_marks(messages[index], index)
@@ -318,7 +326,7 @@ class Chat:
         )
 
     def _with_answer(self, conversation: Conversation, index: int) -> tuple[str, int, str | None]:
-        """The conversation up to the answer messages[index], where that begins, what is lost."""
+        """The text up to the answer messages[index], where the answer begins, a note on a loss."""
         prompt = self.text(conversation, index, add_generation_prompt=True)
         text = self.text(conversation, index + 1)
         start = shared_start(prompt, text)
@@ -327,20 +335,20 @@ class Chat:
         before_generation_prompt = self.text(conversation, index)
         if start <= len(before_generation_prompt):
             return self._with_rewritten_answer(conversation, index, prompt, text)
-        # The prompt may open '<think>' for an answer without thinking, which then begins where
-        # the two differ; not inside a token: '<think>' and '<tool_call>' share a character.
+        # The prompt may open '<think>' for an answer without thinking. The answer then begins where
+        # the two texts differ, but not inside a token: '<think>' and '<tool_call>' share '<t'.
         for special in self.special_texts:
             begin = text.find(special, max(0, start - len(special) + 1), start + len(special) - 1)
             start = begin if 0 <= begin < start else start
-        return text, start, "the generation prompt's last part is not in the answer's render"
+        return text, start, "the end of the generation prompt, which the rendered answer lacks"
 
     def _with_rewritten_answer(
         self, conversation: Conversation, index: int, prompt: str, text: str
     ) -> tuple[str, int, str | None]:
-        """As _with_answer, if the template rewrites earlier turns once it has the answer.
+        """As _with_answer, for a template that rewrites earlier turns once it has the answer.
 
-        gpt-oss leaves out the thoughts of calls as soon as an answer follows. The target read
-        the prompt, so the answer's render follows that.
+        gpt-oss drops the thoughts of calls as soon as an answer follows. The target has read the
+        prompt, so the rendered answer is put after the prompt.
         """
         opening = prompt.removeprefix(self.text(conversation, index))
         message = conversation.messages[index]
@@ -357,7 +365,10 @@ class Chat:
     def _joins_answers(
         self, conversation: Conversation, index: int, opening: str, num_openings: int
     ) -> bool:
-        """Whether a mark on each earlier answer shows up behind the last openings (Gemma 4)."""
+        """Whether an earlier answer stands after one of the last openings (as Gemma 4 does).
+
+        A mark at the end of each earlier answer shows where it stands.
+        """
         marked = tuple(
             message | {"content": content_text(message) + MARK}
             if message["role"] == "assistant" and content_text(message)
@@ -371,7 +382,7 @@ class Chat:
     # --- how a turn ends ------------------------------------------------------------------------
 
     def _closed(self, rendered: Rendered, is_call: bool) -> Rendered:
-        """Adds the end of the last turn where the template writes it with the next message."""
+        """Adds the last turn's end-of-turn token if the template leaves it to the next message."""
         start, said_end, end = rendered.answers[-1]
         closer = self.closer(is_call)
         if not closer or any(text in rendered.text[said_end:] for text in self.end_texts):
@@ -416,7 +427,7 @@ class Chat:
             first = bisect_left(starts, start)
             stop = bisect_right(ends, end)  # a token that straddles the end is not the answer's
             if first > 0 and ends[first - 1] > start:  # the token before `first` is not learnt
-                reason = "a token straddles prompt and answer"
+                reason = "a token that straddles prompt and answer"
                 self.tally.add("left out", reason, rendered.source)
             said = bisect_left(ends, said_end)
             last = self._end_of_turn(ids, range(first, stop), said, rendered.source)
@@ -428,16 +439,16 @@ class Chat:
 
         said: the position of the last token that holds a text of the answer.
         """
-        # Before the last text there may be the end of a message within the answer (a thought's).
+        # Begins at the last text: a thought before it may have an end-of-turn token of its own.
         for position in range(max(said, answer.start), answer.stop):
             if ids[position] in self.end_ids:
                 return position
         # The next message's header may end the turn.
         if answer.stop < len(ids) and ids[answer.stop] in self.end_ids:
             return answer.stop
-        reason = "the answer's end is none of the target's end-of-turn tokens"
+        reason = "the end of an answer without an end-of-turn token of the target"
         self.tally.add("left out", reason, source)
-        # As of base models: learnt up to the first special token behind its text.
+        # Base models have no such token: learn up to the first special token after the text.
         for position in range(said, answer.stop):
             if ids[position] in self.special_ids:
                 return position

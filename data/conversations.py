@@ -23,7 +23,7 @@ from aerie.model.storage import digest
 
 TallyKind = Literal["skipped", "mended", "left out"]  # 'left out': turns, tokens or keys
 
-MAX_REASONS = 60  # a template's refusal may quote the text
+MAX_REASONS = 60  # a template's refusal may quote the text; others are counted together
 
 
 class Conversation(NamedTuple):
@@ -39,14 +39,14 @@ class Conversation(NamedTuple):
 
 @dataclass
 class Tally:
-    """Rows read; how often each (kind, reason) occurred, and where first."""
+    """How many rows were read, how often each (kind, reason) occurred, and where it did first."""
 
     rows: int = 0
     counts: Counter[tuple[TallyKind, str]] = field(default_factory=Counter)
     examples: dict[tuple[TallyKind, str], str] = field(default_factory=dict)
 
     def add(self, kind: TallyKind, reason: str, source: str, sentence: str = "") -> None:
-        # A key may have half of a surrogate pair, which no terminal takes.
+        # A key may have half of a surrogate pair, which no terminal prints.
         reason, sentence = (text.encode(errors="replace").decode() for text in (reason, sentence))
         key = (kind, reason)
         if key not in self.counts and len(self.counts) >= MAX_REASONS:
@@ -78,17 +78,20 @@ class Tally:
 
 
 def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversation]:
-    """The usable conversations of every source, up to config.limit for training."""
+    """The usable conversations of every source, until config.limit of them are for training.
+
+    UserError if there is none.
+    """
     num_train = 0
     for row in chain.from_iterable(map(read_rows, config.conversations)):
         tally.rows += 1
         try:
             conversation = _conversation_of(row, config, tally)
         except RecursionError:
-            tally.add("skipped", "its values nest too deeply", row.source)
+            tally.add("skipped", "the row's values nest too deeply", row.source)
             continue
         except UnusableRow as error:
-            if error.reason == UNKNOWN_KEYS and row.number == 1:  # so will be all others
+            if error.reason == UNKNOWN_KEYS and row.number == 1:  # as all others will be
                 raise UserError(f"{row.source} {error.sentence}") from error
             tally.add("skipped", error.reason, row.source, error.sentence)
             continue
@@ -97,17 +100,17 @@ def load_conversations(config: DataConfig, tally: Tally) -> Iterator[Conversatio
         if num_train == config.limit:
             return
     if tally.kept == 0:
-        raise UserError(f"{', '.join(config.conversations)}: no usable {tally.line()}")
+        raise UserError(f"{', '.join(config.conversations)}: no row is usable; {tally.line()}")
 
 
 def system_turns(system: str | None) -> list[Message]:
-    """No turn, or one; an empty text is a turn that switches off a template's own."""
+    """A list of the system turn; an empty text is a turn, which switches off a template's own."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversation:
     if not isinstance(row.value, dict):
-        raise UnusableRow("row is no object", f"is {type(row.value).__name__}")
+        raise UnusableRow("the row is not an object", f"it is a {type(row.value).__name__}")
     ids, mask = (unpacked(row.value.get(name)) for name in TOKEN_COLUMNS)
     if ids is not None and mask is not None:
         _check_tokens(ids, mask)
@@ -115,7 +118,7 @@ def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversat
             tally.add("left out", reason, row.source)
         return Conversation(row.source, (), None, (ids, mask), _is_held_out([ids, mask], config))
 
-    # Both are given, or neither.
+    # A recipe gives both, or neither.
     fields = tuple(filter(None, (config.prompt_field, config.completion_field)))
     turns = read_turns(row.value, fields)
     messages, changes = mend(turns.messages)
@@ -124,7 +127,7 @@ def _conversation_of(row: RawRow, config: DataConfig, tally: Tally) -> Conversat
         tally.add("mended", change, row.source)
     for reason in turns.unread:
         tally.add("left out", reason, row.source)
-    # By what the row says, not by the recipe's system prompt: another prompt moves no row.
+    # What the row says decides, so that another system prompt in the recipe moves no row.
     is_held_out = _is_held_out([messages, turns.tools], config)
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
@@ -141,12 +144,13 @@ def _check_tokens(ids: Any, mask: Any) -> None:
         and all(isinstance(bit, int) and bit in (0, 1) for bit in mask)
     ):
         raise UnusableRow(
-            "token ids and their mask do not fit", "expected integers, and as many 0 and 1"
+            "token ids and their mask do not fit",
+            "expected a list of integers, and a list of as many 0 and 1",
         )
 
 
 def _is_held_out(content: Any, config: DataConfig) -> bool:
-    # By the content, so duplicates stay together.
+    # The content decides, so that duplicates stay together.
     return hashed_number(digest(content), bits=64) < config.held_out * 2**64
 
 
@@ -154,7 +158,7 @@ def _is_held_out(content: Any, config: DataConfig) -> bool:
 
 
 def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
-    """Messages that a template can render, and what changed; UnusableRow without an answer."""
+    """Messages that a template can render, and what changed; UnusableRow if no answer is left."""
     changes = set[str]()
     mended = _before_empty_turn(messages, changes)
     mended = from_first_question(mended, changes)
@@ -171,12 +175,12 @@ def mend(messages: list[Message]) -> tuple[list[Message], set[str]]:
             reason = "every answer is marked as not to be learnt"
         raise UnusableRow(reason, f"turns: {', '.join([*roles, *sorted(changes)])}")
     if ends[-1] < len(mended):
-        changes.add("turns after the last answer that is learnt cut")
+        changes.add("cut after the last answer that is learnt")
     return mended[: ends[-1]], changes
 
 
 def _before_empty_turn(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Up to an empty turn: what follows it has lost its context."""
+    """The messages before the first empty turn; those after it have lost their context."""
     kept = list[Message]()
     for message in messages:
         is_said = message["content"].strip() or any(message.get(key) for key in SPOKEN_KEYS)
@@ -194,22 +198,22 @@ def from_first_question(messages: list[Message], changes: set[str]) -> list[Mess
     first = roles.index("user") if "user" in roles else len(roles)
     leading = [message for message in messages[:first] if message["role"] == "system"]
     if len(leading) < first:
-        changes.add("began with the assistant; that turn dropped")
+        changes.add("dropped the turns before the first question")
     return [*leading, *messages[first:]]
 
 
 def joined_speakers(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Joins neighbouring turns of one speaker; turns with more than a text stay apart."""
+    """Joins neighbouring turns of one speaker, except turns that hold more than a text."""
     joined = list[Message]()
     for message in messages:
         role = message["role"]
         before = joined[-1] if joined else {}
         are_texts = message.keys() == before.keys() == {"role", "content"}
         if are_texts and before["role"] == role != "tool":
-            # A new message: the old one is the row's.
+            # Make a new message, since the old one belongs to the row.
             texts = [text for text in (before["content"], message["content"]) if text.strip()]
             joined[-1] = {"role": role, "content": "\n\n".join(texts)}
-            changes.add(f"two turns of the {role} in a row joined")
+            changes.add(f"joined two turns of the {role} in a row")
         else:
             joined.append(message)
     return joined

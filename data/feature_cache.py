@@ -46,9 +46,9 @@ VALUES: dict[StorageForm, torch.dtype] = {
 }
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # The tensors of a shard, in two groups: a row's tokens are also read without its states.
-TOKEN_NAMES = ("input_ids", "turns")  # the second: a row's turn_ids
+TOKEN_NAMES = ("input_ids", "turns")  # "turns" holds a row's turn_ids
 STATE_NAMES = ("last_hidden", "taps", "scales")
-# Checksums in its record, 8 hex digits per row and group.
+# The two groups' checksums in a shard's record, 8 hex digits per row.
 TOKEN_SUMS = "token_checksums"
 STATE_SUMS = "state_checksums"
 ROW_BYTES = 56  # per row, in its shard's record and in the index
@@ -57,10 +57,10 @@ SHARD_BYTES = 2048  # per shard, at most: its header and the rest of its record
 
 @dataclass(frozen=True)
 class Storage:
-    """dtype: of the states in use; form: how the disk holds them (None: in dtype)."""
+    """How states are stored."""
 
-    dtype: torch.dtype
-    form: StorageForm | None = None
+    dtype: torch.dtype  # of the states in use
+    form: StorageForm | None = None  # of the states on disk; None: their dtype
 
     @property
     def values(self) -> torch.dtype:
@@ -77,7 +77,7 @@ class Storage:
 
 
 def encode(states: Tensor, num_states: int, storage: Storage) -> tuple[Tensor, Tensor | None]:
-    """Stored values of states [..., S * D], and the float32 scales [..., S] of fp8 and int8."""
+    """The stored values of states [..., S * D]; for fp8 and int8, also float32 scales [..., S]."""
     if storage.values not in LARGEST:
         return states.to(storage.values), None
     largest = LARGEST[storage.values]
@@ -149,7 +149,7 @@ class Shard:
         return isinstance(checked, Whole)
 
     def save(self, tensors: dict[str, Tensor], source: dict[str, Any]) -> None:
-        """Writes the shard and its record; source: what gave the states."""
+        """Writes the shard and its record; source: facts on what gave the states."""
         facts: dict[str, Any] = {"lengths": self.lengths, **source}
         for sums, names in ((TOKEN_SUMS, TOKEN_NAMES), (STATE_SUMS, STATE_NAMES)):
             parts = [tensors[name].split(self.lengths) for name in names if name in tensors]
@@ -188,7 +188,7 @@ class CachePlan:
         return [shard for shard in share.part(self.shards) if not shard.is_whole()]
 
     def foreign(self) -> list[Path]:
-        """The records of shards that are none of this plan's."""
+        """The records in the directory of shards that do not belong to this plan."""
         inputs = {shard.record: shard.inputs for shard in self.shards}
 
         def is_foreign(path: Path) -> bool:
@@ -200,12 +200,12 @@ class CachePlan:
     def require_own_directory(self, overwrite: bool) -> None:
         if not overwrite and (foreign := self.foreign()):
             raise UserError(
-                f"{foreign[0]}: made from other rows or by another target; "
-                "choose another --run or --overwrite"
+                f"{foreign[0]}: was made from other rows or by another target; "
+                "choose another --run, or replace it with --overwrite"
             )
 
     def write_index(self, fingerprint: dict[str, Any]) -> Manifest:
-        """Joins the shards' records."""
+        """Joins the shards' records in index.json; fingerprint: of the text and the target."""
         files = dict[str, tuple[int, str]]()
         lengths = list[int]()
         token_sums = ""
@@ -259,30 +259,30 @@ class FeatureCache(Sequence[CachedRow]):
     def __init__(self, directory: Path, manifest: Manifest, numbers: range) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.numbers = numbers  # this view's rows, among all of the cache
+        self.numbers = numbers  # this view's rows, by their numbers in the whole cache
         self.fingerprint = manifest.inputs
         self.facts = manifest.facts
         self.lengths = [self.facts["lengths"][number] for number in numbers]  # in tokens
         self._starts = [0, *accumulate(self.facts["lengths"])]  # each row's first token
         self._first_rows = [0, *accumulate(count for _, count in self.facts["shards"])]
-        self._open = lru_cache(128)(_OpenShard)  # at most so many are mapped at once in a process
+        self._open = lru_cache(128)(_OpenShard)  # limits the files that a process maps at once
 
     @classmethod
     def open(cls, directory: Path, expected: dict[str, Any] | None = None) -> "FeatureCache":
-        """The cache; UserError if it is not whole or not made from what is expected."""
+        """The cache; UserError if it is incomplete, or if a key of `expected` differs."""
         checked = Manifest.check(directory, content=False, name=CACHE_INDEX)
         if isinstance(checked, Damaged):
             verb = "complete" if directory.is_dir() else "build"
             raise UserError(
-                f"{directory}: no whole feature cache ({checked.path.name}: {checked.why}); "
+                f"{directory}: is not a whole feature cache ({checked.path.name}: {checked.why}); "
                 f"{verb} it with: {FEATURES_COMMAND}"
             )
         manifest = checked.manifest
         fingerprint = {key: manifest.inputs.get(key) for key in expected or {}}
         if changed := differences(fingerprint, expected or {}):
             raise UserError(
-                f"{directory}: built otherwise: {changed}; "
-                f"rebuild with: {FEATURES_COMMAND} --overwrite"
+                f"{directory}: was built with other inputs: {changed}; "
+                f"rebuild it with: {FEATURES_COMMAND} --overwrite"
             )
         return cls(directory, manifest, range(len(manifest.facts["lengths"])))
 
@@ -325,7 +325,7 @@ class FeatureCache(Sequence[CachedRow]):
         )
 
     def _read(self, number: int, names: Sequence[str], sums: str) -> dict[str, Tensor]:
-        """Tensors of a row, compared with their checksum."""
+        """Tensors of a row; UserError if they cannot be read or do not match their checksum."""
         shard = bisect_right(self._first_rows, number) - 1
         first_row = self._first_rows[shard]
         first = self._starts[first_row]  # the shard's first token
@@ -344,7 +344,7 @@ class FeatureCache(Sequence[CachedRow]):
             fault = f"cannot be read ({error})"
         raise UserError(
             f"{path}: row {number - first_row + 1} of the shard {fault}; "
-            f"mend what is broken with: {FEATURES_COMMAND} --verify"
+            f"mend the cache with: {FEATURES_COMMAND} --verify"
         )
 
 
@@ -357,7 +357,7 @@ class _OpenShard:
         self.sound = set[tuple[int, str]]()  # rows, each with the kind of its checksum
 
     def read(self, names: Sequence[str], span: slice) -> dict[str, Tensor]:
-        # Copies: a slice would keep the file's pages.
+        # Copy: a slice would keep the file's pages in memory.
         return {
             name: self.file.get_slice(name)[span].clone() for name in names if name in self.names
         }

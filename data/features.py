@@ -59,7 +59,7 @@ def plan_cache(
     hf_config: Any,
     origin: Any,
 ) -> CachePlan:
-    """The plan for these rows.
+    """Which rows go to which shard, and in what form; UserError if the target lacks a token id.
 
     origin: what decides the states of given token ids (inputs.state_inputs).
     """
@@ -94,8 +94,8 @@ def within_context(data: DataConfig, text_config: Any) -> DataConfig:
     if context >= data.max_length:
         return data
     warn(
-        f"data.max_length: {data.max_length:,} is beyond the target's context; "
-        f"conversations end at {context:,}"
+        f"data.max_length: {data.max_length:,} exceeds the target's context; "
+        f"conversations are cut at {context:,}"
     )
     return replace(data, max_length=context)
 
@@ -104,8 +104,8 @@ def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> 
     for row in rows:
         if max(row.input_ids) >= text_config.vocab_size:
             raise UserError(
-                f"{row.source}: token id {max(row.input_ids):,} is outside "
-                f"{target_path}'s {text_config.vocab_size:,} rows"
+                f"{row.source}: token id {max(row.input_ids):,} is outside the "
+                f"{text_config.vocab_size:,} of {target_path}; use the target's own tokenizer"
             )
 
 
@@ -113,7 +113,7 @@ def check_rows(rows: Sequence[TokenRow], text_config: Any, target_path: str) -> 
 
 
 class StateSource(Protocol):
-    """Who gives the states of rows: the target in this process, or on servers."""
+    """What gives the states of rows: the target in this process, or its servers."""
 
     seconds: float  # that forwards in this process took
 
@@ -172,9 +172,9 @@ def extract(
     share: JobShare = WHOLE_JOB,
     overwrite: bool = False,
 ) -> tuple[Manifest | None, "Writer"]:
-    """The index (None if this process wrote none) and the writer.
+    """Makes this process's shards; returns the index and the writer.
 
-    state: accelerate's PartialState.
+    The index is None if this process did not write it. state: accelerate's PartialState.
     """
     world = state.num_processes
     shards = share.part(plan.shards)[state.process_index :: world]
@@ -209,14 +209,14 @@ def _announced(plan: CachePlan, overwrite: bool) -> Iterator[Lock]:
                 with Lock(path) as theirs:
                     if path != lock.path and not theirs.acquire(wait=False):
                         raise UserError(
-                            f"{plan.directory}: another process writes another cache there; "
-                            "wait for its end, or choose another --run"
+                            f"{plan.directory}: another process is writing another cache here; "
+                            "wait until it ends, or choose another --run"
                         )
             is_first = lock.acquire(wait=False)
             if is_first:
                 plan.require_own_directory(overwrite)
                 _remove_stale(plan)
-            if is_first is True:  # known, because the file system has locks
+            if is_first is True:  # certain, because the file system has locks
                 remove_temporaries(plan.directory)
             lock.acquire(shared=True)
         yield lock
@@ -232,7 +232,7 @@ def _remove_stale(plan: CachePlan) -> None:
 
 
 class Writer:
-    """Makes shards, while a thread writes the shard before."""
+    """Makes shards; a thread writes each one while the next is made."""
 
     def __init__(self, source: StateSource, plan: CachePlan) -> None:
         self.source = source
@@ -241,7 +241,7 @@ class Writer:
         self.seconds = 0.0
 
     def run(self, shards: Sequence[Shard], progress: Any) -> None:
-        """Makes the shards that are not whole; waits at the end for those of another job."""
+        """Makes the shards that are not whole; at the end, waits for those that other jobs make."""
         started = time.perf_counter()
         pending: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as pool:
@@ -296,9 +296,9 @@ class Writer:
 
     def _encoded(self, states: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """States [N, S * D] as the tensors of a shard, and which of them are finite [N]."""
-        # On the states' device, so that fewer bytes are copied.
+        # Encode on the states' device, so that fewer bytes are copied to the host.
         values, scales = encode(states, 1 + len(self.plan.after_blocks), self.plan.storage)
-        # Checks decoded values: a finite scale may still be too large for float16.
+        # Check the decoded values: a finite scale may still be too large for float16.
         decoded = decode(values, scales, self.plan.storage.dtype)
         last_hidden, taps = values.tensor_split([self.source.hidden_size], dim=-1)
         parts = {"last_hidden": last_hidden.cpu()}
@@ -324,7 +324,10 @@ def _concatenated(parts: Sequence[Sequence[int]]) -> Tensor:
 def prepare(
     recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool
 ) -> tuple[CachePlan, Any, Any]:
-    """(plan, tokenizer, facts), after all checks that need no weights."""
+    """The plan, the tokenizer and facts for the record, after all checks that need no weights.
+
+    Prints what will be written; UserError if the disk has too little room.
+    """
     hf_config = load_config(recipe.target)
     text_config = hf_config.get_text_config()
     if reason := only_trains(hf_config):
@@ -333,7 +336,7 @@ def prepare(
     check_size(getattr(recipe.head, "draft_vocab_size", None), text_config.vocab_size)
     features = replace(recipe.features, after_blocks=taps)
     if features.server is not None:
-        features = replace(features, batch_tokens=1)  # a server makes batches of single rows
+        features = replace(features, batch_tokens=1)  # one row a request; servers batch them
     data, tokenizer, tally = tokenize_for_target(
         recipe.target, within_context(recipe.data, text_config)
     )
@@ -356,8 +359,8 @@ def prepare(
             f"features: {plan.num_rows:,} rows, {plan.num_tokens:,} tokens x "
             f"{plan.token_bytes:,} bytes ({plan.storage}); shards: {len(plan.shards):,} of at most "
             f"{format_bytes(max(map(plan.bytes_of, plan.shards)))}, two at a time in memory\n"
-            f"features: to write: {format_bytes(needed)} (shards: {len(missing):,} "
-            f"of share {share}); free: {format_bytes(free)}",
+            f"features: share {share} has {len(missing):,} shards to write, which take "
+            f"{format_bytes(needed)}; {format_bytes(free)} are free",
             flush=True,
         )
         if features.server is not None:
@@ -365,11 +368,14 @@ def prepare(
             urls = features.server.urls
             states = features.server.states
             command = states_command(recipe.target, taps, states, longest, url=urls[0])
-            print(f"features: from {', '.join(urls)}: {command}", flush=True)
+            print(
+                f"features: states come from {', '.join(urls)}; start a server with: {command}",
+                flush=True,
+            )
     plan.require_own_directory(overwrite)
     if needed > free:
         raise UserError(
-            f"{plan.directory}: needs {format_bytes(needed)}, and {format_bytes(free)} are free; "
+            f"{plan.directory}: needs {format_bytes(needed)}, but {format_bytes(free)} are free; "
             "lower data.limit, set features.storage to fp8 or int8, or choose another --run"
         )
     return plan, tokenizer, facts
@@ -414,7 +420,7 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
 
 @contextmanager
 def open_source(recipe: Recipe, plan: CachePlan, device: Any) -> Iterator[StateSource]:
-    """Who gives the plan's states, by the recipe; UserError if that is not its target."""
+    """The recipe's source of the plan's states; UserError if it does not give its target's."""
     server = recipe.features.server
     if server is None:
         target = Target.load(recipe.target, device)
@@ -434,7 +440,7 @@ def storage_error(source: StateSource, plan: CachePlan) -> str:
     states = states[:: -(-len(states) // 256)]  # [T, S * D], at most 256 tokens
     values, scales = encode(states, states.shape[-1] // width, storage)
     restored = decode(values, scales, storage.dtype).to(states.dtype)  # [T, S * D]
-    # Relative to each dimension's root mean square, so that a few huge ones hide no others.
+    # Relative to each dimension's root mean square, so that a few huge dimensions hide no others.
     squares = states.double().square().sum(0).clamp_min(1e-300)  # [S * D]
     errors = (restored.double() - states.double()).square().sum(0)  # [S * D]
     relative = (errors / squares).sqrt().unflatten(0, (-1, width)).mean(-1)  # [S]
@@ -454,7 +460,7 @@ def _batches(plan: CachePlan, shards: Sequence[Shard]) -> Iterator[list[TokenRow
 
 
 def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str) -> None:
-    """Times some forwards; prints the hours for the missing shards (if there are none: for all)."""
+    """Times some forwards; prints the hours for the missing shards, or for all if none is."""
     shards = plan.missing(share) or plan.shards
     num_timed = 0
     with open_source(recipe, plan, device) as source:
@@ -466,7 +472,7 @@ def time_forwards(recipe: Recipe, plan: CachePlan, share: JobShare, device: str)
             num_timed += len(states)
             seconds = time.perf_counter() - started
     if not num_timed:
-        raise UserError(f"{plan.directory}: too few rows to time")
+        raise UserError(f"{plan.directory}: has too few rows to time forwards")
     num_tokens = sum(shard.num_tokens for shard in shards)
     speed = num_timed / seconds
     print(
@@ -482,7 +488,7 @@ def check_cache(directory: Path) -> int:
     try:
         files = Manifest.read(directory, CACHE_INDEX).files
         surplus = {path.name for path in directory.glob("shard-*")} - set(files)
-        problems = [f"{directory / name}: not in {CACHE_INDEX}" for name in sorted(surplus)]
+        problems = [f"{directory / name}: is not in {CACHE_INDEX}" for name in sorted(surplus)]
     except UserError as error:  # no index, or the extraction has not ended
         problems = [str(error)]
         for record in directory.glob("shard-*.json"):

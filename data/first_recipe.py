@@ -1,7 +1,6 @@
-"""The recipe that `aerie init` writes: it suits a target, its data and this machine, and says why.
+"""The recipe that `aerie init` writes for a target, its data and this machine, with the reasons.
 
-Each function settles one part: what the target is, what the data are, the kind of head, and then
-section by section.
+Each function settles one part: the sizes of target and data, the head, then each section.
 """
 
 import os
@@ -38,26 +37,26 @@ from aerie.model.target import (
     weights_size,
 )
 
-LONGEST = 4096  # the longest max_length (SpecForge)
+LONGEST = 4096  # the largest max_length that init writes, in tokens (SpecForge's)
 GPU_SPEED = 400e12  # operations a second (assumed; docs/scale.md)
 CORE_SPEED = 15e9
-# of the kinds that init chooses from
+# of each kind that init chooses from
 LAYOUT_FOR_VLLM = {
     name: kind.servers["vLLM"] for name, kind in HEADS.items() if kind.init_blocks < inf
 }
 # Folder names that say nothing: a run is called after their parent.
 EMPTY_NAMES = ("target", "model", "merged", "final", "hf", "output")
-MEMORY_SHARE = 0.8  # that the target's weights may take
-BENCH_PROMPTS = 80  # each of calibrate and bench
+MEMORY_SHARE = 0.8  # of the memory, which the target's weights may take
+BENCH_PROMPTS = 80  # for each of calibrate and bench
 FEW_PROMPTS = 20  # the same without a GPU
 COMMENTS: dict[str, str] = {  # above sections of a recipe with servers
-    "distill": "servers answer the questions of the data, whose own answers are not learnt",
-    "last_stage": "only the servers decode the target, so the run ends with the head "
-    "(docs/served.md: how much of it vLLM accepts)",
+    "distill": "servers answer the data's questions; the data's own answers are not learnt",
+    "last_stage": "only the servers can decode the target, so the run ends with the trained head "
+    "(docs/served.md tells how much of its drafts vLLM accepts)",
     "calibrate": "on questions of the data that aerie distill leaves out",
-    "bench": "on others of them",
+    "bench": "on other such questions",
 }
-# AdamW's published rates are for this width, and a narrower head takes larger steps. Muon's suit
+# AdamW's published rates are for this width; a narrower head takes larger ones. Muon's rates suit
 # every width.
 PUBLISHED_WIDTH = 4096
 
@@ -67,8 +66,8 @@ Requested = dict[str, Any]  # sections of the recipe, as the command line gives 
 class Machine(NamedTuple):
     gpus: int
     cores: int
-    memory: int  # bytes: of a GPU, or of the host if there is none
-    speed: float  # operations a second, of all GPUs or cores
+    memory: int  # bytes of one GPU, or of the host if there is no GPU
+    speed: float  # operations a second, of all GPUs or cores together
 
 
 class TargetSizes(NamedTuple):
@@ -76,7 +75,7 @@ class TargetSizes(NamedTuple):
     params: int
     dtype: torch.dtype
     context: int  # tokens
-    is_decoded_here: bool  # by its size and layers
+    is_decoded_here: bool  # whether this machine can decode it, by its size and layers
 
 
 class Corpus(NamedTuple):
@@ -110,9 +109,9 @@ class Part(NamedTuple):
 def recipe_files(
     requested: Requested, out: Path, servers: Servers | None = None
 ) -> dict[Path, str]:
-    """What `aerie init` writes: a complete recipe, and with servers questions to measure with.
+    """The texts that `aerie init` writes: the recipe and, with servers, questions to measure with.
 
-    The requested sections need target.path and data.conversations; servers: of the target.
+    requested: holds at least target.path and data.conversations. servers: of the target.
     """
     # (1) what is there
     machine = this_machine()
@@ -189,7 +188,7 @@ def this_machine() -> Machine:
 
 
 def target_sizes(config: TargetConfig, machine: Machine, as_stored: bool) -> TargetSizes:
-    """as_stored: in the dtype of its files, which its servers use, too."""
+    """The target's sizes; as_stored: in the dtype of its files, which servers use, too."""
     hf_config = load_config(config)
     stored = getattr(hf_config, "dtype", None) or torch.float32
     params = weights_size(config) // stored.itemsize
@@ -209,7 +208,7 @@ def target_sizes(config: TargetConfig, machine: Machine, as_stored: bool) -> Tar
 
 
 def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
-    """What the rows are, by a sample of them that is tokenised."""
+    """The sizes of the rows, estimated from a sample that is tokenised."""
     data: DataConfig = validate(section, DataConfig, "--data", {})
     if not all(map(is_here, data.conversations)):
         max_length = section.get("max_length") or min(LONGEST, context)
@@ -240,14 +239,14 @@ def measure_corpus(target: TargetConfig, section: dict[str, Any], context: int) 
 
 
 def expected_corpus(target: TargetConfig, section: dict[str, Any], context: int) -> Corpus:
-    """What the rows are once servers have answered their questions: about as long as now."""
+    """The sizes of the rows that servers will answer, assumed to be about those of the data."""
     # A server of states generates a token after the row.
     max_length = section.get("max_length") or min(LONGEST, context - 1)
     section = {**section, "max_length": max_length}
     try:
         return measure_corpus(target, section, context)
     except UserError as error:
-        warn(f"{error}; so the length of answers is assumed")
+        warn(f"{error}; the recipe assumes how long the servers' answers will be")
     num_rows = sum(1 for _ in chain.from_iterable(map(read_rows, section["conversations"])))
     data: DataConfig = validate(section, DataConfig, "--data", {})
     num_train = min(round(num_rows * (1 - data.held_out)), data.limit or num_rows)
@@ -265,10 +264,10 @@ def run_name(target_path: str) -> str:
 def choose_kind(requested: Requested, target: TargetSizes) -> tuple[str, str]:
     """A kind of head, and why."""
     if kind := requested["head"].get("kind"):
-        return kind, "as asked"
+        return kind, "as requested"
     blocks = target.text_config.num_hidden_layers
     kinds = [name for name, record in HEADS.items() if record.init_blocks <= blocks]
-    return kinds[-1], "eagle3 reads states of three blocks, and needs seven or more"
+    return kinds[-1], "eagle3 reads states of three blocks, and needs a target of seven or more"
 
 
 def servers_of(kind: str) -> str:
@@ -291,7 +290,7 @@ def choose_head(kind: str, requested: Requested, target: TargetSizes, corpus: Co
 
 
 def _choose_eagle3(layer: int, requested: Requested, text: Any, corpus: Corpus) -> HeadChoice:
-    # SpecForge's settings; for a new head, what docs/studies.md found.
+    # SpecForge's settings; for a new head, those that docs/studies.md found.
     section: dict[str, Any] = {"kind": "eagle3"}
     blocks = text.num_hidden_layers
     width = text.hidden_size
@@ -347,9 +346,9 @@ def data_part(corpus: Corpus, target: TargetConfig) -> Part:
     names = names_read(load_tokenizer(target).chat_template)
     if names.arguments:
         listed = ", ".join(sorted(names.arguments))
-        comment += f"; data.template_arguments: the chat template reads {listed}"
+        comment += f"; the chat template reads {listed} (data.template_arguments)"
     if CLOCK in names.all:
-        comment += "; data.date: it writes the date"
+        comment += "; the chat template writes the date (data.date)"
     return Part(values, comment)
 
 
@@ -361,14 +360,14 @@ def features_part(
     corpus: Corpus,
     machine: Machine,
 ) -> Part:
-    """Cached if that takes less than half of the free disk, in int8 if nothing else does."""
+    """Caches the states if they take less than half of the free disk, as int8 if only int8 does."""
     free = free_bytes(Path(run))
     are_served = "server" in requested.get("features", {})
     values: dict[str, Any] = {"mode": "online"}
     comment = "takes no disk: the target runs in the training step"
     if are_served:
         comment = "takes no disk: the servers run the target while the head is trained"
-    # In rising quality: the last that fits is taken.
+    # In rising quality; the last form that fits is taken.
     forms: tuple[StorageForm | None, ...] = ("int8", None)
     for form in forms:
         needed = corpus.num_tokens * Storage(target.dtype, form).token_bytes(
@@ -376,7 +375,7 @@ def features_part(
         )
         if 0 < needed < free / 2 and requested.get("features", {}).get("mode") != "online":
             values = {"mode": "cached"} | ({"storage": form} if form else {})
-            comment = f"about {format_bytes(needed)} of the {format_bytes(free)} that are free"
+            comment = f"takes about {format_bytes(needed)} of {format_bytes(free)} free disk"
     if head.taps:
         values["after_blocks"] = list(head.taps)
     if are_served:
@@ -400,7 +399,7 @@ def train_part(
     values["learning_rate"] = float(f"{head.learning_rate:.1e}")
     values["warmup_steps"] = min(2000, steps // 20) or 2000
 
-    # Operations a token: EAGLE-3 unrolls its head three times, others call the target's LM head.
+    # Operations per token: EAGLE-3 unrolls its head three times, others call the target's LM head.
     lm_head = target.text_config.vocab_size * target.text_config.hidden_size
     operations = 6 * (3 * head.params if head.taps else head.params + lm_head)
     memory = 16 * head.params + 8 * lm_head
@@ -412,7 +411,7 @@ def train_part(
     seconds = epochs * operations * corpus.num_train * corpus.mean_length / machine.speed
 
     if machine.gpus and seconds:
-        # Every ten minutes, at least four times, at round steps.
+        # Evaluate and save every ten minutes, and at least four times, at round steps.
         every = int(float(f"{max(steps * min(600 / seconds, 0.25), 1):.1g}"))
         values = {"eval_every": every, "save_every": every} | values
     return Part(
@@ -442,11 +441,11 @@ def small_measurements(kind: str) -> dict[str, Part]:
 def with_prompts(
     requested: Requested, parts: dict[str, Part], prompts: dict[str, dict[str, Any]]
 ) -> Requested:
-    """The requested sections with what is measured on these prompts, unless others are named."""
+    """The requested sections; they measure on these prompts unless they name others."""
     requested = dict(requested)
     for name, source in prompts.items():
         section = requested.get(name, {})
-        if section is None:  # it is not to be measured
+        if section is None:  # null: the recipe leaves this stage out
             continue
         named = section.get("prompts") or {}
         if not named.keys() & {"path", "tasks"}:
@@ -465,12 +464,12 @@ def _duration(seconds: float, corpus: Corpus) -> str:
 def as_text(
     values: dict[str, Any], comments: dict[str, str], machine: Machine, starts: list[str]
 ) -> str:
-    """YAML: a line and a comment for each section; first the run, then those with a comment.
+    """The recipe as YAML, with a comment and a line for each section; those with a comment first.
 
-    starts: how its servers are started.
+    starts: lines on how the servers are started.
     """
     text = (
-        f"# By aerie init, for {machine.cores} cores, {machine.gpus} GPUs. "
+        f"# Written by aerie init for {machine.cores} cores and {machine.gpus} GPUs. "
         "Hours, sizes and memory are estimates (docs/scale.md).\n"
     )
     text += "".join(f"# {line}\n" for line in starts)

@@ -1,7 +1,7 @@
-"""The forms in which chat templates want to be given the same conversation.
+"""The forms in which chat templates take the same conversation.
 
 One template reads the arguments of a call as JSON text, another as an object; one reads a thought
-in `reasoning_content`, another in `thinking`. A template that gets another form than its own
+in `reasoning_content`, another in `thinking`. A template that gets a form which it does not read
 leaves the text out, or refuses the row.
 """
 
@@ -19,15 +19,15 @@ from aerie.data.values import UnusableRow
 Rendering = TypeVar("Rendering")
 
 BY_ORDER = "results of parallel calls paired with them by their order"
-INVENTED = "pair"  # an id of nine letters and digits, as some templates want it
+INVENTED = "pair"  # begins invented ids, of nine letters and digits, as some templates require
 OPEN, CLOSE = "<think>", "</think>"  # of a thought inside the content
-IN_TAGS = "<think> tags"  # the form of a thought that has no field
+IN_TAGS = "<think> tags"  # names the form of a thought without a field
 
 
 class MessageForm(NamedTuple):
-    """One way to give what a message says; `change` leaves messages that it is not about."""
+    """One way to write a message; `change` returns messages that it does not concern unchanged."""
 
-    name: str  # for a reader; "": as the row gives it
+    name: str  # for a reader; "": as the row gives the message
     change: Callable[[Message], Message]
 
 
@@ -35,7 +35,7 @@ class MessageForm(NamedTuple):
 
 
 def content_text(message: Message) -> str:
-    """A message's content, which is a text, null or parts of text."""
+    """The text of a message's content, which may be a text, null or a list of parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -43,7 +43,7 @@ def content_text(message: Message) -> str:
 
 
 def split_thought(message: Message) -> tuple[list[str], str]:
-    """An answer's thoughts, from its fields or from tags in its content, and the other content."""
+    """An answer's thoughts, from its fields or from tags in its content, and the content's rest."""
     content = content_text(message)
     thoughts = [message[key] for key in THOUGHT_KEYS if message.get(key)]
     before, closed, after = content.partition(CLOSE)
@@ -57,7 +57,7 @@ def _thought_as(key: str, message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     thoughts, content = split_thought(message)
-    if len(thoughts) != 1:  # of two different ones, a field would lose one
+    if len(thoughts) != 1:  # one field cannot hold two different thoughts
         return message
     rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
     if key == IN_TAGS:
@@ -92,12 +92,12 @@ def _as_given(message: Message) -> Message:
 
 
 def _in_parts(message: Message) -> Message:
-    """The message with its content in parts, as processors of images take it."""
+    """The message with its content in parts, as image processors take it."""
     return {**message, "content": [{"type": "text", "text": content_text(message)}]}
 
 
 def one_by_one(conversation: Conversation) -> Conversation | None:
-    """Parallel calls as calls one after another, each with its result; None if one has none."""
+    """Parallel calls, written one after another with their results; None if a call has no result."""
     messages = list[Message]()
     context_only = set[int]()
     rest = list(enumerate(conversation.messages))
@@ -123,12 +123,14 @@ def one_by_one(conversation: Conversation) -> Conversation | None:
 
 
 def pairings(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
-    """The conversation as it is; before that, with results that are paired with their calls.
+    """The conversation with results that name their calls, each with a note; last, as it is.
 
     Templates find a result's call by the call's id, or write the result's own name. Rows often have
-    neither: the order tells. A text with an invented id is none (chat.py).
+    neither, and then the order pairs them. apply_template refuses a text with an invented id.
     """
-    results_of = dict[int, list[int]]()  # the indices of a message with calls and of its results
+    results_of = dict[
+        int, list[int]
+    ]()  # by the index of a message with calls: its results' indices
     for index, message in enumerate(conversation.messages):
         if message.get("tool_calls"):
             results = results_of[index] = []
@@ -143,17 +145,13 @@ def pairings(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
                 sum(not conversation.messages[number].get("tool_call_id") for number in results)
                 for results in results_of.values()
             ]
-            note = (
-                "results of parallel calls paired with them by their order"
-                if max(unnamed) > 1
-                else ""
-            )
+            note = BY_ORDER if max(unnamed) > 1 else ""
             yield note, conversation._replace(messages=tuple(messages))
     yield "", conversation
 
 
 def _pair(caller: Message, results: list[Message], with_ids: bool) -> None:
-    """Gives results the names of their calls, and both the ids that neither has."""
+    """Gives results their calls' names; with_ids: also invents ids for both if neither has any."""
     calls = caller["tool_calls"]
     if len(results) > len(calls):
         return
@@ -170,7 +168,7 @@ def _pair(caller: Message, results: list[Message], with_ids: bool) -> None:
 
 
 def _single_calls(message: Message, results: list[Message]) -> list[Message]:
-    """A message for each call and its result, by the call's id or else in their order."""
+    """One message for each call, followed by its result: by the call's id, or else by order."""
     calls = message["tool_calls"]
     by_id = {result.get("tool_call_id"): result for result in results}
     ids = [call.get("id") for call in calls]
@@ -223,9 +221,9 @@ PROBE_THOUGHT: Message = {**PROBE_ANSWER, "reasoning_content": "probethought"}
 
 
 class Forms:
-    """Which forms a template reads.
+    """The forms that a template reads.
 
-    render: UnusableRow where the template leaves out a part of what a conversation says.
+    render: renders a conversation, or raises UnusableRow if the template leaves out a part of it.
     """
 
     def __init__(self, render: Callable[[Conversation], Any]) -> None:
@@ -242,9 +240,9 @@ class Forms:
     def first(
         self, render: Callable[[Conversation], Rendering], conversation: Conversation
     ) -> tuple[str, Rendering]:
-        """The first form that can be rendered, with what `render` makes of it.
+        """The name of the first form that can be rendered, and what `render` returns for it.
 
-        UnusableRow if there is none: that of the form in which the first text is lost last.
+        UnusableRow if there is none: the error of the form that got furthest in the conversation.
         """
         for note, paired in pairings(conversation):
             try:
@@ -265,14 +263,14 @@ class Forms:
             try:
                 return name, render(formed)
             except UnusableRow as error:
-                # In more or fewer messages, an index is not one of this conversation.
+                # In a form with more or fewer messages, an index means another message.
                 if len(formed.messages) == len(conversation.messages):
                     last = max(last, error, key=lambda lost: getattr(lost, "index", -1))
         raise last
 
     @cached_property
     def content(self) -> MessageForm:
-        """The form of all contents; as it is given if the template reads none."""
+        """The form of all contents; the row's own if the template reads none."""
         talk = Conversation("", (PROBE_QUESTION, PROBE_ANSWER))
         known = (form for form in CONTENT_FORMS if self.holds(changed(talk, form)))
         return next(known, CONTENT_FORMS[0])
@@ -293,7 +291,7 @@ class Forms:
         answers = [turn for turn in conversation.messages if turn["role"] == "assistant"]
         has_calls = any(answer.get("tool_calls") for answer in answers)
         has_thoughts = any(split_thought(answer)[0] for answer in answers)
-        # As given first, so that a row changes as little as it can.
+        # The row's own forms come first, so that a row changes as little as possible.
         call_forms = dict.fromkeys([CALL_FORMS[0], *(self.calls if has_calls else ())])
         thought_forms = dict.fromkeys([THOUGHT_FORMS[0], *(self.thoughts if has_thoughts else ())])
         orders: list[tuple[str, Conversation]] = [("", conversation)]
@@ -315,7 +313,7 @@ def _without_first(conversation: Conversation) -> Conversation:
 
 
 def changed(conversation: Conversation, *forms: MessageForm) -> Conversation:
-    """The conversation with each message in these forms, the last one changed last."""
+    """The conversation with its messages changed to each of these forms, in order."""
     messages = conversation.messages
     for form in forms:
         messages = tuple(map(form.change, messages))

@@ -1,4 +1,4 @@
-"""What the data stages are made from: local files or Hub ids, and the digests that identify them.
+"""The inputs of the data stages: local files or Hub ids, and the digests that identify them.
 
 Nothing here imports torch.
 """
@@ -39,14 +39,14 @@ OTHER_FILES = (
     "*.model",
     "*.py",
 )
-DECISIVE_FILE = re.compile(r"config\.json|.*\.(safetensors|bin|py)")  # decides the states
+DECISIVE_FILE = re.compile(r"config\.json|.*\.(safetensors|bin|py)")  # on these the states depend
 
 
 # --- digests ------------------------------------------------------------------------------------
 
 
 def hashed_number(text: str, bits: int) -> int:
-    """A number of so many bits that looks random and depends on the text alone."""
+    """A number below 2**bits that looks random and depends on the text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") >> (256 - bits)
 
 
@@ -63,7 +63,7 @@ def sampled_digest(path: Path) -> str:
 
 
 def weights_file_digest(path: Path) -> str:
-    # Both, since every feature cache has recorded it so.
+    # Both digests, since the records of existing feature caches hold both.
     return sampled_digest(path) + weights_digest(path)[:16]
 
 
@@ -71,7 +71,7 @@ def weights_file_digest(path: Path) -> str:
 
 
 def target_inputs(config: TargetConfig) -> dict[str, Any]:
-    """What identifies a target: digests of a local one's files; a Hub id needs none."""
+    """What identifies a target; for a local directory, also the digests of its files."""
     require_target(config.path)
     inputs: dict[str, Any] = {
         "path": config.path,
@@ -102,14 +102,14 @@ def is_here(name: str) -> bool:
     if not path.exists() and (is_file_name or not HUB_NAME.fullmatch(name)):
         raise UserError(
             f"{name}: no such file or directory; "
-            "a data set of the Hub is OWNER/NAME or OWNER/NAME:SPLIT"
+            "write a data set of the Hub as OWNER/NAME or OWNER/NAME:SPLIT"
         )
     require_regular(path)
     return path.exists()
 
 
 def row_files(directory: Path) -> list[Path]:
-    """The files of rows below a directory, in order; not hidden ones, nor the project's records."""
+    """The files of rows below a directory, in order, without hidden files and aerie's records."""
     return [
         path
         for path in sorted(directory.rglob("[!.]*"))
@@ -125,7 +125,7 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
     for name in filter(is_here, names):
         path = Path(name)
         for file in row_files(path) if path.is_dir() else [path]:
-            # That of a large file is kept, by its size and time.
+            # weights_digest remembers a large file's digest, by its size and time.
             digests[str(file)] = weights_digest(file)[:16]
     return digests
 
@@ -135,7 +135,7 @@ def conversation_inputs(names: Iterable[str]) -> dict[str, str]:
 
 def feature_stage(recipe: Recipe) -> Stage:
     features = as_dict(recipe.features)
-    # They change no state; batch_tokens and a server move one by rounding only.
+    # These keys change no state; batch_tokens and server move states by rounding only.
     for key in ("batch_tokens", "mode", "shuffle_shards", "server"):
         features.pop(key, None)
     if features["after_blocks"] is None and not recipe.head.reads_taps:

@@ -1,13 +1,13 @@
-"""aerie init, synthetic, distill, show, features and check.
+"""The commands aerie init, synthetic, distill, show, features and check.
 
-For several GPUs: accelerate launch data/main.py.
+On several GPUs, start a command with: accelerate launch data/main.py.
 """
 
 import sys
 from pathlib import Path
 
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    # the checkout's packages, as aerie.*
+    # Python started this file as a script: import the checkout's packages as aerie.*.
     sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> int:
 
 def make_parser() -> Arguments:
     parser = Arguments(
-        "aerie", description="Conversations and the feature cache.", allow_abbrev=False
+        "aerie", description="Prepare conversations and the feature cache.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -77,53 +77,59 @@ def make_parser() -> Arguments:
 
     distilling = add(distill, "have the target answer prompts")
     flag = partial(distilling.add_argument, action="store_true")
-    flag("--merge", help="only merge the jobs' answers")
+    flag("--merge", help="merge the answers of all shares, and ask nothing")
     flag("--retry-failed", help="ask this share's failed and skipped rows again")
 
     showing = add(show, "print conversations with the loss mask")
-    showing.add_argument("--limit", type=int, default=3, help="rows (3)")
-    showing.add_argument("--plain", action="store_true", help="brackets instead of colour")
+    showing.add_argument("--limit", type=int, default=3, help="print N rows (default: 3)")
+    showing.add_argument(
+        "--plain", action="store_true", help="mark learnt turns by brackets instead of colour"
+    )
 
     caching = add(features, "run the target over the conversations and cache its states")
     flag = partial(caching.add_argument, action="store_true")
-    flag("--verify", help="read a whole cache too, and mend it")
-    flag("--estimate", help="--plan, and the hours, from timed forwards")
+    flag("--verify", help="read every byte, also of a complete cache, and rebuild damaged shards")
+    flag("--estimate", help="as --plan; also time some forwards, and print the hours needed")
 
     for shared in (caching, distilling):
         shared.add_argument(
-            "--shard", default="1/1", metavar="I/N", help="make the I-th of N shares"
+            "--shard", default="1/1", metavar="I/N", help="make only the I-th of N shares"
         )
         shared.add_argument(
-            "--is-whole", action="store_true", help="exit code 1 if something is left to do"
+            "--is-whole", action="store_true", help="exit code 0 if nothing is left to do, else 1"
         )
 
     add(check, "read the whole feature cache; exit code 1 if a byte is wrong")
 
     summary = (
-        "write a recipe that suits target, data and machine; "
-        "--section.key VALUE goes into it (see aerie keys)"
+        "write a recipe that suits the target, the data and this machine; "
+        "--section.key VALUE sets a key of the recipe (see aerie keys)"
     )
     starting = commands.add_parser("init", help=summary, description=summary, allow_abbrev=False)
     option = partial(starting.add_argument, required=True)
-    option("--target", help="directory or Hub id")
+    option("--target", help="the target's directory or Hub id")
     option("--data", nargs="+", help="files or directories of conversations, or Hub ids")
-    option("--out", type=user_path, metavar="RECIPE.yaml", help="what to write")
+    option("--out", type=user_path, metavar="RECIPE.yaml", help="the recipe to write")
     starting.add_argument(
-        "--kind", choices=("eagle1", "eagle3", "medusa", "hydra"), help="default: by the target"
+        "--kind",
+        choices=("eagle1", "eagle3", "medusa", "hydra"),
+        help="kind of head (default: by the target's number of blocks)",
     )
     starting.add_argument("--run", help="the run's directory (default: runs/TARGET-KIND)")
     option = partial(starting.add_argument, metavar="URL", nargs="+", default=[])
-    option("--server", help="vLLM servers that answer the questions of the data, and give states")
-    option("--states-server", help="vLLM servers that give states, if others than these")
+    option("--server", help="vLLM servers that answer the data's questions and give states")
+    option("--states-server", help="vLLM servers that give the states, if not those of --server")
     starting.add_argument(
-        "--states", metavar="DIR", help="where servers write states, as named here (RUN/states)"
+        "--states",
+        metavar="DIR",
+        help="folder of the servers' states, as this machine sees it (default: RUN/states)",
     )
     return parser
 
 
 def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.out.exists():
-        raise UserError(f"--out {arguments.out}: is there already; name another file")
+        raise UserError(f"--out: {arguments.out} exists already; name another file")
     requested = {
         "target": {"path": arguments.target},
         "data": {"conversations": arguments.data},
@@ -142,11 +148,13 @@ def init(arguments: argparse.Namespace, unknown: list[str]) -> int:
     if arguments.server:
         servers = Servers(arguments.server, arguments.states_server, arguments.states)
     elif arguments.states_server or arguments.states:
-        raise UserError("--states-server, --states: need --server, whose answers are learnt")
+        raise UserError(
+            "--states-server and --states work only with --server; name the servers that answer"
+        )
     files = recipe_files(requested, arguments.out, servers)
     for path, text in files.items():
         if path.exists() and path.read_text(encoding="utf-8") != text:
-            raise UserError(f"{path}: is there already; name another --out, or remove it")
+            raise UserError(f"{path}: exists already; name another --out, or remove this file")
     for path, text in files.items():
         write_text(path, text)
     print(f"{files[arguments.out]}\nwritten: {', '.join(map(str, files))}; what to type next:")
@@ -158,7 +166,8 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
     config = recipe.synthetic
     if config is None:
         raise UserError(
-            f"{arguments.config}: no section 'synthetic'; see configs/draft_lm/embedded.yaml"
+            f"{arguments.config}: has no section 'synthetic'; "
+            "copy the one of configs/draft_lm/embedded.yaml"
         )
     inputs = {"synthetic": as_dict(config)}
     corpus = Stage("corpus", recipe.root / "conversations", inputs)
@@ -169,7 +178,8 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
         stage.require_own_directory(arguments.overwrite)
         if not arguments.overwrite and not stage.is_whole() and any(stage.output.glob("*")):
             raise UserError(
-                f"{stage.output}: holds other files; choose another --run or --overwrite"
+                f"{stage.output}: holds other files; "
+                "choose another --run, or replace them with --overwrite"
             )
     if arguments.plan:
         print(f"synthetic: {config.num_conversations:,} conversations to {corpus.output}")
@@ -201,10 +211,12 @@ def synthetic(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def distill(arguments: argparse.Namespace, recipe: Recipe) -> int:
-    """Makes RUN/distilled, or a job's share of it; --plan counts the prompts."""
+    """Makes RUN/distilled, or one share of it; with --plan, only counts the prompts."""
     section = recipe.distill
     if section is None:
-        raise UserError(f"{arguments.config}: no section 'distill'; see configs/distill for some")
+        raise UserError(
+            f"{arguments.config}: has no section 'distill'; copy one from configs/distill"
+        )
     from aerie.data.distill.distillation import run_distillation
     from aerie.data.distill.prompts import make_prompts, plan_line
     from aerie.data.rendering import fix_date
@@ -241,7 +253,10 @@ def _distillation(recipe: Recipe, config: DistillConfig, questions: list[str]) -
 
 
 def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
-    """All questions of the sets that the recipe measures with, or names in distill.exclude."""
+    """The questions that no training row may ask.
+
+    They are those of all sets that the recipe measures with or names in distill.exclude.
+    """
     from aerie.configs.schema.measure import PromptsConfig, TaskConfig
     from aerie.infer.measure.tasks import load_prompts
 
@@ -254,7 +269,7 @@ def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
     questions = list[str]()
     for prompts in measured:
         if prompts.path or prompts.tasks:
-            # All of a set, also what the recipe does not measure with.
+            # The whole set, with the questions that the recipe's num_prompts leaves out.
             tasks = tuple(replace(task, num_prompts=None) for task in prompts.tasks)
             for prompt in load_prompts(replace(prompts, tasks=tasks, num_prompts=None, turns=None)):
                 questions += prompt.turns
@@ -262,7 +277,7 @@ def _measuring_questions(recipe: Recipe, config: DistillConfig) -> list[str]:
 
 
 def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any) -> Any:
-    """The target in this process, with the run's draft head if there is one."""
+    """An `Ask` that decodes in this process, with the run's draft head if there is one."""
     import torch
 
     from aerie.data.distill.answer import local_target
@@ -273,9 +288,7 @@ def _local_target(recipe: Recipe, sampling: AnswerSamplingConfig, thinking: Any)
     path = recipe.head_output
     head = str(path) if (path / "config.json").is_file() else None
     decoder = SpeculativeDecoder.from_pretrained(target, head, tree=recipe.tree)
-    print(
-        f"distill: {recipe.target.path} answers {f'with {head}' if head else 'alone'}", flush=True
-    )
+    print(f"distill: {recipe.target.path} answers with {head or 'no draft head'}", flush=True)
     settings: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "temperature": sampling.temperature,
@@ -317,7 +330,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     status = _status(recipe, "features", share)
     if recipe.features.mode == "online":
         if not arguments.is_whole:
-            print("features: features.mode is online: nothing is cached")
+            print("features: nothing is cached, since features.mode is online")
         return 0
     stage = feature_stage(recipe)
     # Compares sizes only; --verify and `check` read every byte.
@@ -351,7 +364,10 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
 
 
 def try_in_miniature(recipe: Recipe) -> None:
-    """UserError if no head can be trained for this kind of target; warns if it cannot decode."""
+    """Tries a tiny target of the same architecture.
+
+    UserError if no head can be trained for it; a warning if aerie cannot decode with it.
+    """
     from aerie.data.batches import check_padding
     from aerie.infer.decode.check import checked_lm
     from aerie.model.miniature import miniature
@@ -365,17 +381,17 @@ def try_in_miniature(recipe: Recipe) -> None:
     try:
         checked_lm(small)
     except UserError as error:
-        if not only_trains(hf_config):  # `prepare` says so
+        if not only_trains(hf_config):  # else `prepare` warns
             warn(str(error))
 
 
 def rehearse_training(recipe: Recipe) -> None:
-    """UserError if the recipe's new head could not be trained on the states."""
+    """UserError if the recipe's new head cannot be trained on the target's states."""
     from aerie.model.heads import HEADS
     from aerie.model.target import load_config, taps_of
     from aerie.train.rehearsal import planned_config, rehearse_head
 
-    # A warm start's head may have to be downloaded, and a small LM reads tokens.
+    # Not tried: a warm start, whose head may need a download, and a draft LM, which reads tokens.
     if recipe.head.kind not in HEADS or recipe.head.init_from is not None:
         return
     text_config = load_config(recipe.target).get_text_config()
@@ -391,18 +407,20 @@ def _processes(recipe: Recipe) -> Any:
     # Settings of a process that a launcher has started.
     options: dict[str, Any] = {
         "cpu": not torch.cuda.is_available(),
-        "timeout": timedelta(hours=12),  # so long it waits for the others' slowest shard
+        "timeout": timedelta(hours=12),  # how long a process waits for the slowest shard of another
     }
     state = PartialState(**options if "LOCAL_RANK" in os.environ else {})
     if world_size() != state.num_processes:
         raise UserError(
-            f"WORLD_SIZE: {world_size()} processes were asked for and {state.num_processes} "
-            "answer; on a CPU use configs/accelerate/zero1.yaml or torchrun"
+            f"WORLD_SIZE: the launcher asked for {world_size()} processes, and "
+            f"{state.num_processes} answer; on a CPU, launch with "
+            "configs/accelerate/zero1.yaml or torchrun"
         )
     is_local = recipe.features.server is None
     if is_local and recipe.target.device_map is not None and state.num_processes > 1:
         raise UserError(
-            f"target.device_map: {recipe.target.device_map} takes all GPUs; start one process"
+            f"target.device_map: {recipe.target.device_map} spreads the target over all GPUs; "
+            "start one process"
         )
     return state
 

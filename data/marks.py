@@ -1,4 +1,4 @@
-"""Marks of what is not to be learnt, on a row, on its turns or in lists beside them."""
+"""Marks of what is not to be learnt: on a row, on its turns, or in lists beside the turns."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -7,17 +7,17 @@ from typing import Any
 from aerie.data.shapes import SHAPES, Message
 from aerie.data.values import UnusableRow, is_empty, is_plain, unpacked
 
-IS_CONTEXT = "is_context"  # of a message while its row is read; no template sees it
+IS_CONTEXT = "is_context"  # a message's key while its row is read; no template sees it
 LEARN_KEYS = frozenset(SHAPES["learn"].split())
 IGNORE_KEYS = frozenset(SHAPES["ignore"].split())
 MARK_KEYS = LEARN_KEYS | IGNORE_KEYS
 SAYS_YES = frozenset(SHAPES["says_yes"])
 SAYS_NO = frozenset(SHAPES["says_no"])
-UNKNOWN_MARK = -1.0  # a share that no mark can have
+UNKNOWN_MARK = -1.0  # instead of a weight: nobody here understands the mark
 
 
 def mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Message]) -> set[str]:
-    """Marks the answers that their data set does not want to be learnt; reasons for odd marks."""
+    """Marks as context the answers that are not to be learnt; returns reasons for odd marks."""
     unread = set[str]()
     if all(map(MARK_KEYS.isdisjoint, [row, *turns])):
         return unread
@@ -31,8 +31,8 @@ def mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messag
             marked = {len(messages): messages, len(answers): answers}.get(len(flags))
             if marked is None:
                 raise UnusableRow(
-                    "the marks of turns to learn do not fit the turns",
-                    f"{name!r} has {len(flags)} of them, for {len(messages)} turns",
+                    "there are more or fewer marks than turns",
+                    f"{name!r} has {len(flags)} marks for {len(messages)} turns",
                 )
             marks += [(message, {name: flag}) for message, flag in zip(marked, flags, strict=True)]
             continue
@@ -40,7 +40,7 @@ def mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messag
         if share == 0:
             raise UnusableRow("the row is marked as not to be learnt", name)
         if share == UNKNOWN_MARK:
-            raise UnusableRow(f'row key "{name}" is no mark that is known', f"{flags!r:.60}")
+            raise UnusableRow(f'the mark in row key "{name}" is unknown', f"{flags!r:.60}")
         if share != 1:
             unread.add(f'row key "{name}" is not read')
     for message, flags in marks:
@@ -48,31 +48,31 @@ def mark_context(row: Mapping[str, Any], turns: list[Any], messages: list[Messag
             if message["role"] == "assistant":
                 unread |= _mark_answer(message, name, flags[name])
             elif flags[name] is True and name in LEARN_KEYS:
-                unread.add("a turn that is no answer is marked as to be learnt")
+                unread.add("a turn that is not an answer is marked to be learnt")
     return unread
 
 
 def _mark_answer(message: Message, name: str, flag: Any) -> set[str]:
-    """Marks an answer as context if its mark says so; a reason for an odd mark."""
+    """Marks an answer as context if its mark says so; returns a reason for an odd mark."""
     share = share_of(name, flag)
     if share in (0, UNKNOWN_MARK):
         message[IS_CONTEXT] = True
     if share == UNKNOWN_MARK:
-        return {f'the mark "{name}" is none that is known: its answer is not learnt'}
+        return {f'the mark "{name}" is unknown, so its answer is not learnt'}
     if share not in (0, 1):
-        return {f'the mark "{name}" is neither 0 nor 1: its answer is learnt as a whole'}
+        return {f'the mark "{name}" is neither 0 nor 1, so its whole answer is learnt'}
     return set()
 
 
 def share_of(name: str, flag: Any) -> float:
-    """How much a mark lets be learnt: 0, 1, another weight or UNKNOWN_MARK."""
+    """The weight that a mark gives its turn: 0, 1, another weight up to 2, or UNKNOWN_MARK."""
     if name in IGNORE_KEYS:
         return {0.0: 1.0, 1.0: 0.0}.get(_number_in(flag, 0.0), UNKNOWN_MARK)
     return _number_in(flag, 1.0)
 
 
 def _number_in(flag: Any, if_empty: float) -> float:
-    """The number that a mark says, at most 2: 0 for false, 1 for true."""
+    """A mark's number, at most 2; false is 0, and true is 1."""
     if is_empty(flag):
         return if_empty
     if isinstance(flag, list) and is_plain(flag):

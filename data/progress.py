@@ -1,4 +1,4 @@
-"""How far a stage is: progress bars, bytes for people, and the share of one of several jobs."""
+"""Progress bars, sizes for people, and the share of a stage that one job makes."""
 
 import shutil
 import sys
@@ -49,7 +49,7 @@ class JobShare:
     def of(cls, text: str) -> "JobShare":
         index, _, count = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-            raise UserError(f"--shard: {text} is no share; write i/n with i from 1 to n")
+            raise UserError(f"--shard: {text} is not a share; write i/n with i from 1 to n")
         return cls(int(index), int(count))
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ WHOLE_JOB = JobShare()
 def run_ahead(
     pool: Executor, work: Callable[[WorkItem], WorkResult], items: Iterable[WorkItem], most: int
 ) -> Iterator[WorkResult]:
-    """The results of `work` in the items' order; at most so many are under way or wait."""
+    """The results of `work`, in the items' order; at most `most` are under way or wait."""
     rest = iter(items)
     pending = deque[Future[WorkResult]]()
     while True:
@@ -76,7 +76,7 @@ def run_ahead(
 
 
 class _LogLines(StringIO):
-    """Writes each state of a bar as a line of its own, since a log cannot overwrite one."""
+    """Writes each state of a bar on a line of its own, since a log cannot overwrite a line."""
 
     def write(self, text: str) -> int:
         line = text.replace("\r", "").strip()
@@ -84,9 +84,9 @@ class _LogLines(StringIO):
 
 
 def start_progress(total: int | None, unit: str, description: str, done: int = 0) -> "tqdm[Any]":
-    """The first process's bar on standard error; in a log, lines. It is cleared if it has no total.
+    """The first process's progress bar on standard error; in a log, a line every ten seconds.
 
-    `done` does not count in the rate.
+    A bar without a total is cleared at its end. The rate leaves out the `done` items.
     """
     options: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True}
     if not sys.stderr.isatty():

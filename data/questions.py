@@ -1,7 +1,7 @@
-"""What rows ask: one reader for the questions of all commands, with the columns of training.
+"""The questions in rows: every command reads them here, from the same columns as training.
 
-A row's question may stand in a column of texts to be asked in turn (`turns`), in a list of
-messages, or in one of QUESTION_COLUMNS. Its system turn and its tools come with it.
+A row's question stands in `turns` (texts that are asked one after another), in a list of messages,
+or in one of QUESTION_COLUMNS. Its system turn and its tools come with it.
 """
 
 from collections import defaultdict
@@ -26,10 +26,10 @@ from aerie.data.turns import (
 from aerie.data.values import UnusableRow, is_text, unpacked
 
 QUESTION_COLUMNS = SHAPES["questions"].split()
-# The columns of an answer, which is not read where a question is asked.
+# Columns of answers, which a reader of questions leaves alone.
 IDLE_COLUMNS = (*(answer for _, answer in PAIRS), *SHAPES["idle_of_question"].split())
 
-NO_QUESTION = "an empty question, or no text"
+NO_QUESTION = "the question is empty or is no text"
 
 
 class RowQuestion(NamedTuple):
@@ -38,18 +38,18 @@ class RowQuestion(NamedTuple):
     before: tuple[Message, ...]  # what the target reads before the first turn
     turns: tuple[str, ...]  # asked one after another, each after the answers to those before
     tools: list[Any] | None = None
-    unread: frozenset[str] = frozenset()  # what the row also holds, as reasons to count
-    calls_tools: bool = False  # it has calls of tools or their results
+    unread: frozenset[str] = frozenset()  # what nobody reads of the row, as reasons to count
+    calls_tools: bool = False  # the row has calls of tools, or their results
 
 
 def read_question(value: Any, field: str | None = None, last_only: bool = False) -> RowQuestion:
     """What a row asks; UnusableRow if it asks nothing.
 
-    field: the recipe's column. last_only: of messages, the last turn is asked, after the messages
-    before it; otherwise each turn of the user is, after the target's own answers.
+    field: the recipe's column of questions. last_only: only the last turn of a list of messages is
+    asked, after the messages before it; otherwise the target answers each turn of the user.
     """
     row = value if isinstance(value, Mapping) else {"prompt": value}
-    # What a row says of learning is nothing to whoever asks.
+    # Marks of what is learnt say nothing about a question.
     row = {name: cell for name, cell in row.items() if name not in MARK_KEYS}
     turns, columns, are_texts = _asked_in(row, field)
     read = messages_of(row, turns, (*columns, *IDLE_COLUMNS))
@@ -68,7 +68,7 @@ def read_question(value: Any, field: str | None = None, last_only: bool = False)
 
 
 def each_turn(messages: Sequence[Message]) -> RowQuestion:
-    """Each turn of the user, up to one that a tool's result comes before."""
+    """Each turn of the user before the first call or result of a tool."""
     messages = joined_speakers(from_first_question(list(messages), set()), set())
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     before_tools = list(takewhile(lambda message: not _is_of_tools(message), messages))
@@ -83,10 +83,10 @@ def each_turn(messages: Sequence[Message]) -> RowQuestion:
 
 
 def _last_turn(messages: Sequence[Message]) -> RowQuestion:
-    """The last turn, of the user or of a tool, without an answer that follows it."""
+    """The last turn of the user or of a tool; answers after it are left out."""
     kept = joined_speakers(from_first_question(list(messages), set()), set())
     while kept and kept[-1]["role"] == "assistant":
-        kept.pop()  # the target answers anew
+        kept.pop()  # the target gives its own answer
     if not any(message["role"] == "user" for message in kept):
         raise UnusableRow("no user turn", "")
     calls_tools = any(map(_is_of_tools, kept))
@@ -100,7 +100,7 @@ def _is_of_tools(message: Message) -> bool:
 
 
 def _asked_in(row: Mapping[str, Any], field: str | None) -> tuple[list[Any], tuple[str, ...], bool]:
-    """The turns that a row asks, their columns, and whether they are texts, all to be asked."""
+    """The turns that a row asks, their columns, and whether each turn is a question's text."""
     filled = {name for name, cell in row.items() if cell is not None}
     trained = [prompt for prompt, answer in PAIRS if filled.issuperset((prompt, answer))]
     names = [field] if field else ["turns", *LISTS, *trained, *QUESTION_COLUMNS]
@@ -152,10 +152,11 @@ def read_prompts(
     field: str | None = None,
     system_prompt: str | None = None,
 ) -> list[RowQuestion]:
-    """Prompts from a file's rows, or of a text; UserError if one is empty.
+    """The prompts in a file's rows, or the one prompt `text`; UserError if one is empty.
 
-    raw: they get no chat template, so they are one turn each. field, system_prompt: the recipe's
-    column of questions, for rows that have it, and its system turn, for prompts without one.
+    raw: prompts get no chat template, so each must be a single turn. field: the recipe's column of
+    questions, which is read in rows that have it. system_prompt: the recipe's, for prompts without
+    a system turn.
     """
     prompts = []
     unread = []
@@ -165,7 +166,7 @@ def read_prompts(
             question = read_question(row.value, field if has_field else None, last_only=True)
         except UnusableRow as error:
             is_empty = error.reason == NO_QUESTION
-            why = "the prompt is empty, or no text" if is_empty else str(error)
+            why = "the prompt is empty or is no text" if is_empty else str(error)
             raise UserError(f"{row.source}: {why}") from error
         if raw and (question.before or question.tools or len(question.turns) > 1):
             raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
@@ -180,18 +181,18 @@ def read_prompts(
 
 
 def with_system(before: tuple[Message, ...], prompt: str) -> tuple[Message, ...]:
-    """What is read before a question, with a system turn; one of its own stays."""
+    """The messages before a question; `prompt` becomes the system turn if they have none."""
     if before and before[0]["role"] == "system":
         return before
     return {"role": "system", "content": prompt}, *before
 
 
 def tell_unread(source: str, unread: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Says once what the rows of a source also hold, and that nobody reads it.
+    """Warns once of what nobody reads in the rows of a source.
 
-    unread: each row's place and the reasons to count.
+    unread: for each row, its place and the reasons to count.
     """
-    places = defaultdict[str, list[str]](list)  # of each reason
+    places = defaultdict[str, list[str]](list)  # by reason
     for place, reasons in unread:
         for reason in sorted(reasons):
             places[reason].append(place)

@@ -1,7 +1,7 @@
-"""What a chat template gets beside the messages: the recipe's arguments and a date.
+"""What a chat template gets besides the messages: the recipe's arguments and a date.
 
-They are bound to the tokenizer where it is loaded for a recipe, and `chat.apply_template`, which
-renders everything, hands them over. A run keeps its date, so that it can go on after midnight.
+`recipe_tokenizer` binds both to the tokenizer that it loads, and `chat.apply_template`, which
+renders everything, passes them on. A run keeps its date, so that it can go on after midnight.
 """
 
 import datetime
@@ -35,12 +35,12 @@ from aerie.model.storage import (
 from aerie.model.target import load_tokenizer
 
 ARGUMENTS = "template_arguments"  # the key of the recipe, and of a head's record
-SENT_AS = "chat_template_kwargs"  # to a server
-CLOCK = "strftime_now"  # the function that transformers gives a template
-# transformers' own tag, which marks answers
+SENT_AS = "chat_template_kwargs"  # the arguments' key in a request to a server
+CLOCK = "strftime_now"  # transformers' function that tells a template the time
+# transformers' own tag, by which a template marks answers
 GENERATION_TAG = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")
-# Stands before a template with a clock, whose function it takes the place of: a template can be
-# given plain data only, so what each of strftime's directives writes.
+# Stands before a template that asks the clock, and replaces its function. A template takes plain
+# data only, so `aerie_date` holds what each of strftime's directives writes.
 FIXED_CLOCK = """\
 {%- macro strftime_now(format) -%}
 {%- set made = namespace(text=format) -%}
@@ -50,11 +50,11 @@ FIXED_CLOCK = """\
 {{- made.text -}}
 {%- endmacro %}
 """
-DIRECTIVE = re.compile("%[-_0^#][A-Za-z]")  # of strftime, beside the plain ones
+DIRECTIVE = re.compile("%[-_0^#][A-Za-z]")  # strftime's directives with a flag
 PLAIN_DIRECTIVES = [f"%{letter}" for letter in "aAbBcCdDeFgGhHIjmMnpPrRsStTuUVwWxXyYzZ"]
-# What a template raises that refuses its messages
+# What a template raises if it refuses the messages.
 REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
-# What transformers gives every template, beside the special tokens.
+# What transformers passes to every template, besides the special tokens.
 GIVEN = {
     "messages",
     "tools",
@@ -64,7 +64,7 @@ GIVEN = {
     CLOCK,
 }
 OTHER_DATE = datetime.date(1999, 12, 31)
-# Two talks, as some templates write a date only where there is no system turn.
+# Two conversations, since some templates write a date only if there is no system turn.
 PROBES = [
     [{"role": "user", "content": "Hi"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
@@ -73,13 +73,13 @@ PROBE_TOOLS = [{"type": "function", "function": {"name": "look", "description": 
 
 
 class Bound(NamedTuple):
-    """What `apply_template` gives a tokenizer's template."""
+    """What `apply_template` passes to a tokenizer's template, besides the messages."""
 
     arguments: dict[str, Any]
     date: datetime.date
 
     def settings(self, template: str) -> dict[str, Any]:
-        """What `apply_chat_template` gets beside the messages, to render with a template."""
+        """The arguments of `apply_chat_template` that make it render with this template."""
         if CLOCK not in names_read(template).all:
             return self.arguments
         return {
@@ -90,9 +90,9 @@ class Bound(NamedTuple):
 
 
 def recipe_tokenizer(target: TargetConfig, config: RenderConfig) -> Any:
-    """The target's tokenizer, whose chat template gets the recipe's arguments and its date.
+    """The target's tokenizer; its chat template gets the recipe's arguments and date.
 
-    It says once which date the template writes, and which arguments it does not read.
+    Prints the date that the template writes, and warns of arguments that it does not read.
     """
     tokenizer = bind(load_tokenizer(target), config)
     names = names_read(tokenizer.chat_template)
@@ -110,20 +110,20 @@ def recipe_tokenizer(target: TargetConfig, config: RenderConfig) -> Any:
 
 
 def bind(tokenizer: Any, config: RenderConfig) -> Any:
-    """The same tokenizer, whose chat template gets what the section says from now on."""
+    """The same tokenizer; its chat template gets the section's arguments and date from now on."""
     tokenizer.aerie_bound = Bound(dict(config.template_arguments), config.date or today())
     return tokenizer
 
 
 def bound_to(tokenizer: Any) -> Bound:
     if "aerie_bound" not in vars(tokenizer):
-        bind(tokenizer, RenderConfig())  # the date stays when the clock goes on
+        bind(tokenizer, RenderConfig())  # keeps today's date, also after midnight
     bound: Bound = tokenizer.aerie_bound
     return bound
 
 
 def with_template_arguments(config: DistillConfig, render: RenderConfig) -> DistillConfig:
-    """config, whose servers are sent the arguments, too; its own extra_body wins."""
+    """config, with the arguments in each request to its servers; its own extra_body wins."""
     server = config.server
     if server is None or not render.template_arguments:
         return config
@@ -135,7 +135,7 @@ def with_template_arguments(config: DistillConfig, render: RenderConfig) -> Dist
 
 
 def today() -> datetime.date:
-    """Asks the clock; nothing else does."""
+    """Today's date; nothing else asks the clock."""
     return datetime.date.today()
 
 
@@ -145,12 +145,13 @@ def _written(date: datetime.date, *texts: str) -> dict[str, str]:
     midnight = datetime.datetime.combine(date, datetime.time())
     directives = [name for text in texts for name in DIRECTIVE.findall(text)]
     written = {name: midnight.strftime(name) for name in [*directives, *PLAIN_DIRECTIVES]}
-    # A written percent sign begins no directive: it stands aside while the others are replaced.
+    # The percent sign of "%%" begins no directive, so "\0" stands for it until the others are
+    # replaced.
     return {"%%": "\0", **written, "\0": "%"}
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Whether the date changes what the template writes; its arguments may take the place of it."""
+    """Whether the date changes what the template writes; its arguments may override the date."""
     bound = bound_to(tokenizer)
     if CLOCK not in names_read(tokenizer.chat_template).all:
         return False
@@ -168,22 +169,23 @@ def writes_date(tokenizer: Any) -> bool:
                 renders.append(text)
         return bool(renders[:2] != renders[2:])
     except REFUSALS:
-        return True  # not known
+        return True  # it refuses the probes, so it may write one
 
 
 def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
-    """The recipe with the date that the template writes in this run: the recipe's, else the run's.
+    """The recipe with the date that the template writes: the recipe's own, else the run's.
 
-    The first stage of a run decides, and keeps the date for the others.
+    The first stage of a run stores the run's date in a file, which the later stages read.
     """
     try:
         tokenizer = bind(load_tokenizer(recipe.target), recipe.data)
     except UserError:
-        return recipe  # who needs the tokenizer reports it
+        return recipe  # whoever needs the tokenizer reports the error
     requested = recipe.data.date
     if not writes_date(tokenizer):
         if requested is not None and not recipe.date_file.exists():
-            warn(f"data.date: the chat template of {recipe.target.path} writes no date")
+            path = recipe.target.path
+            warn(f"data.date has no effect, since the chat template of {path} writes no date")
         return recipe
     kept = bound_to(tokenizer).date
     if is_stage:
@@ -204,12 +206,12 @@ def fix_date(recipe: Recipe, is_stage: bool = True) -> Recipe:
 class NamesRead(NamedTuple):
     """The names that a template takes from outside."""
 
-    all: set[str]  # with those that it may set itself, in a branch
-    arguments: set[str]  # without them, and without what transformers gives
+    all: set[str]  # with names that the template sets itself in one of its branches
+    arguments: set[str]  # without these, and without what transformers passes
 
 
 def names_read(template: Any) -> NamesRead:
-    """The names that a template, or several by name, reads; none where it is no Jinja."""
+    """The names that a template reads (or a mapping's templates); none if it is not Jinja."""
     texts = template.values() if isinstance(template, Mapping) else [template or ""]
     parts = list(map(_names_in, texts))
     return NamesRead(
@@ -232,9 +234,9 @@ def _names_in(text: str) -> NamesRead:
 
 
 def _with_default(tree: nodes.Template) -> Iterator[str]:
-    """The names that a template asks whether they are defined, and sets where they are not.
+    """The names for which a template has a default, so that a caller may set them.
 
-    Not those of a macro's parameters or of what it takes from the messages.
+    Parameters of a macro, and names that the template sets from the messages, are not among them.
     """
     local = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "param"}
     for assign in tree.find_all(nodes.Assign):
@@ -251,13 +253,13 @@ def _with_default(tree: nodes.Template) -> Iterator[str]:
 
 
 def facts_of(config: RenderConfig) -> dict[str, Any]:
-    """What the template of a record's rows got beside them; empty if it got nothing."""
+    """The template's arguments and date, for a record; empty if the template gets neither."""
     values = as_dict(config)
     return {name: values[name] for name in (ARGUMENTS, "date") if name in values}
 
 
 def trained_arguments(head: str | Path) -> dict[str, Any] | None:
-    """The template arguments of the head's training; None if no record of ours says so."""
+    """The template arguments of the head's training; None if no record of aerie names them."""
     directory = head_directory(head)
     facts = nested(read_json(directory / CONFIG), "aerie") or sound_record(directory)
     arguments: dict[str, Any] | None = facts.get(ARGUMENTS, {}) if facts else None
@@ -265,7 +267,7 @@ def trained_arguments(head: str | Path) -> dict[str, Any] | None:
 
 
 def trained_length(head: str | Path) -> int | None:
-    """The most tokens of a row of the head's training; None if no record of ours says so."""
+    """data.max_length of the head's training, in tokens; None if its recipe does not name it."""
     recipe = head_directory(head) / "recipe.yaml"
     data = nested(read_yaml(recipe)[0], "data") if recipe.is_file() else {}
     length: int | None = data.get("max_length")
@@ -278,6 +280,7 @@ def warn_of_other_arguments(config: RenderConfig, heads: Iterable[str | None]) -
         trained = trained_arguments(head) if head else None
         if trained is not None and trained != config.template_arguments:
             warn(
-                f"{head}: was trained with data.template_arguments {json.dumps(trained)}, and "
-                f"these are {json.dumps(config.template_arguments)}; fewer drafts may fit"
+                f"{head}: was trained with data.template_arguments {json.dumps(trained)}, but "
+                f"the recipe has {json.dumps(config.template_arguments)}; "
+                "the target may accept fewer drafts"
             )

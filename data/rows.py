@@ -20,14 +20,15 @@ from aerie.model.storage import first_line
 
 class RawRow(NamedTuple):
     source: str  # 'file: row n'
-    number: int  # from 1; in JSONL the line
+    number: int  # from 1; in JSONL the line's number
     value: Any
 
 
 def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     """The rows of a file, a directory's files, or a Hub data set 'owner/name[:[subset:]split]'.
 
-    The split is 'train' if none is named; 'owner/name:folder/*' are the Parquet files of a folder.
+    The split is 'train' if the name has none. 'owner/name:folder/*' names a folder's Parquet files.
+    UserError if a file or a line cannot be read.
     """
     if not is_here(name):
         batches = _hub_rows(name, revision).with_format("arrow").iter(batch_size=1024)
@@ -37,7 +38,7 @@ def read_rows(name: str, revision: str | None = None) -> Iterator[RawRow]:
     path = Path(name).expanduser()
     files = row_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix not in ROW_SUFFIXES:
-        raise UserError(f"{path}: cannot be read; expected {', '.join(ROW_SUFFIXES)} files")
+        raise UserError(f"{path}: holds no rows; expected {', '.join(ROW_SUFFIXES)} files")
     for file in files:
         try:
             for number, value in READERS[file.suffix](file):
@@ -62,14 +63,14 @@ def _hub_rows(name: str, revision: str | None) -> Any:
     identifier, *parts = name.split(":")
     *subset, split = parts or ["train"]
     try:
-        if split.endswith("*"):  # a repository with a script, which datasets runs no more
+        if split.endswith("*"):  # a repository whose script `datasets` no longer runs
             files = f"hf://datasets/{identifier}@{revision or 'main'}/{split}.parquet"
             return datasets.load_dataset("parquet", data_files=files, split="train")
         return datasets.load_dataset(identifier, *subset, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"{name}: no such data set: {first_line(error)} "
-            "(write owner/name:subset:split; for a gated one: hf auth login)"
+            f"{name}: the data set cannot be loaded ({first_line(error)}); "
+            "write owner/name:subset:split, and if it is gated, log in with: hf auth login"
         ) from error
 
 
@@ -84,7 +85,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _arrow_file_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a file of datasets' save_to_disk: a stream of batches, or Arrow's file."""
+    """The rows of a file by datasets' save_to_disk, in Arrow's stream or file format."""
     from pyarrow import ArrowInvalid, ipc
 
     with path.open("rb") as file:
@@ -106,10 +107,10 @@ def _arrow_rows(batch: Any) -> Iterator[Any]:
 
 
 def _python_rows(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a batch; where a map has a key twice, the row's maps are lists of pairs."""
+    """The rows of a batch. If a map has a key twice, all maps of its row are lists of pairs."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
-    except (KeyError, ValueError):  # a ValueError in a structure
+    except (KeyError, ValueError):  # a ValueError for a map inside a structure
         if batch.num_rows == 1:
             return list(batch.to_pylist())
         rows = []
@@ -119,9 +120,9 @@ def _python_rows(batch: Any) -> list[dict[str, Any]]:
 
 
 def _decoded(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type that may hold texts of JSON, whose nulls are the row's own.
+    """A value of an Arrow type, with its JSON texts decoded; nulls in these texts are kept.
 
-    `datasets` writes such texts for what has other keys, or another type, in another row.
+    `datasets` writes such texts for values whose keys or types differ from row to row.
     """
     from pyarrow import JsonType, types
 
@@ -143,10 +144,10 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """A value of Arrow as JSON would have had it.
+    """A value of Arrow, as JSON would have had it.
 
-    Without the nulls that Arrow fills in for keys that only other rows have. A date and a time are
-    texts in ISO's form, without a time of midnight: readers of JSON make them of such texts.
+    The nulls that Arrow fills in for keys of other rows are left out. Dates and times become ISO
+    texts, without a time of midnight, because readers of JSON make dates of such texts.
     """
     if value is None or isinstance(value, str):
         return value
@@ -169,13 +170,13 @@ def as_json(value: Any) -> Any:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(sys.maxsize)  # else 128 KiB, and a conversation may be longer
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB, and a conversation may be longer
     with path.open(encoding="utf-8-sig", newline="") as file:
         yield from enumerate(csv.DictReader(file), start=1)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """An array's items, or one object; on the Hub, files of this name are often JSONL."""
+    """An array's items, or one object. On the Hub, many .json files hold JSONL."""
     text = path.read_text(encoding="utf-8-sig").strip()
     if not text:
         return
@@ -184,7 +185,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     except json.JSONDecodeError as error:
         raise _not_json(path, error.lineno, error) from error
     except RecursionError as error:
-        raise UserError(f"{path}: nests too deeply") from error
+        raise UserError(f"{path}: nests too deeply to be read") from error
     if end < len(text):
         yield from _jsonl_rows(path)
     else:
@@ -192,7 +193,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    # Arrow's reader of JSONL names no line.
+    # Not Arrow's reader of JSONL, which cannot name the line of an error.
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

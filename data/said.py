@@ -1,4 +1,4 @@
-"""What a message says, text by text, and whether a rendered text holds it."""
+"""The texts that a message says, and whether a rendered text holds them."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,23 +10,23 @@ from aerie.data.shapes import Message
 from aerie.data.turns import THOUGHT_KEYS
 from aerie.data.values import UnusableRow, from_json
 
-MARK = "\ue000"  # of private use, as those that follow: no text has them
-SHORT_TEXT = 12  # characters: a text that may also be a part of what the template itself writes
+MARK = "\ue000"  # a character of private use, as are those after it; no text has them
+SHORT_TEXT = 12  # characters; the template's own words may hold a text shorter than this
 SPEAKERS = {"user": "a user's turn", "system": "a system turn", "tool": "the result of a tool"}
 # Other spellings of JSON's words, as Python has them.
 WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
 class Said(NamedTuple):
-    """A text that a message says; -1: that the tools say."""
+    """A text that a message says, or that the tools say."""
 
-    part: str  # what it is, for a reader
+    part: str  # what the text is, in words
     text: str
-    message_index: int = -1
+    message_index: int = -1  # -1: of the tools
 
 
 class UnusableMessage(UnusableRow):
-    """What is wrong with a message; the conversation may end before it."""
+    """The error of a message that cannot be used; the conversation may end before it."""
 
     def __init__(self, reason: str, index: int, sentence: str = "") -> None:
         super().__init__(reason, sentence or f"message {index + 1}")
@@ -34,10 +34,10 @@ class UnusableMessage(UnusableRow):
 
 
 class LostText(UnusableMessage):
-    """The template leaves out a text."""
+    """The error of a text that the template leaves out."""
 
     def __init__(self, lost: Said) -> None:
-        # No message says what the tools do.
+        # The tools' texts are in no message, so the sentence quotes them.
         sentence = json.dumps(lost.text[:60]) if lost.message_index < 0 else ""
         super().__init__(f"the template leaves out {lost.part}", lost.message_index, sentence)
 
@@ -57,7 +57,7 @@ def said_by(message: Message, index: int = 0, with_thoughts: bool = True) -> Ite
 
 
 def with_marks(message: Message, index: int) -> tuple[Message, dict[str, Said]]:
-    """An answer with a mark on each of its texts, and what each mark is on."""
+    """An answer with a mark at the end of each of its texts, and the text of each mark."""
     marks = dict[str, Said]()
 
     def mark(part: str, value: Any) -> Any:
@@ -88,7 +88,8 @@ def with_marks(message: Message, index: int) -> tuple[Message, dict[str, Said]]:
 def said_before(conversation: Conversation, indices: range) -> Iterator[Said]:
     """The texts of messages that stand before an answer; before the first one, also the tools'.
 
-    Templates may well leave out the thoughts of earlier answers: so the target reads them.
+    The thoughts of earlier answers are not among them: templates may drop those, and the target
+    then answers without them.
     """
     for tool in (conversation.tools or ()) if indices.start == 0 else ():
         for text in _described(tool.get("function") or tool):
@@ -134,10 +135,10 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def find_said(said: Iterable[Said], text: str) -> tuple[list[Said], int]:
-    """What of it a text leaves out, and where the last thing that it holds ends in it.
+    """What a text leaves out of `said`, and where the last item that it holds ends.
 
-    Blanks and JSON's way of writing do not count. The longest are looked up first, and each place
-    counts once: two equal calls need two places.
+    Blanks and JSON's escapes do not count. The longest items are looked up first, and a place in
+    the text serves one item only: two equal calls need two places.
     """
     lost = list[Said]()
     last_end = 0
@@ -151,15 +152,15 @@ def find_said(said: Iterable[Said], text: str) -> tuple[list[Said], int]:
             if number + 1 < len(items):
                 text = text[:start] + "\0" * len(spelling) + text[end:]
         elif "".join(item.text.split()) not in "".join(text.split()):
-            lost.append(item)  # else it is there with other blanks; where, is not known
+            lost.append(item)  # else the text has it with other blanks, at an unknown place
     return lost, last_end
 
 
 def require_said(said: Iterable[Said], text: str) -> int:
-    """Where the last thing said ends in a text; LostText if one is not there."""
+    """Where the last item of `said` ends in a text; LostText if the text leaves one out."""
     lost, end = find_said(said, text)
     if lost:
-        raise LostText(min(lost, key=lambda item: item.message_index))  # of the first message
+        raise LostText(min(lost, key=lambda item: item.message_index))  # the first message's
     return end
 
 

@@ -1,8 +1,8 @@
 """What `aerie init --server` puts into a recipe: who answers, who gives states, what is measured.
 
-The servers answer the questions of the data, and a head is trained on these answers. Training's
-held-out rows are token ids then, so the questions to measure with are drawn from the data first;
-`aerie distill` asks none that is like them.
+The servers answer the data's questions, and a head is trained on these answers. The held-out rows
+of training are then token ids, not questions. So `aerie init` first draws the questions to measure
+with from the data, and `aerie distill` asks none that is like them.
 """
 
 import json
@@ -21,38 +21,38 @@ from aerie.data.rows import read_rows
 from aerie.data.servers import command_of_stage, urls_of_stage
 from aerie.data.values import UnusableRow
 
-TEMPERATURE = 0.8  # of the answers (SpecForge, its regeneration script)
-# vLLM's CPU build stops at a drawn answer with a seed whose prompt it reads in two steps (0.32).
+TEMPERATURE = 0.8  # of the answers (SpecForge's regeneration script)
+# vLLM's CPU build (0.32) stops when it samples with a seed and reads the prompt in two steps.
 CPU_TEMPERATURE = 0.0
 MOST_ANSWER_TOKENS = 2048
 LEAST_QUESTIONS = 3  # one for bench, one for calibrate, one to learn from
 QUESTIONS_SHARE = 0.05  # of the data's questions, at most, for each of bench and calibrate
-TASKS_OF_THE_HUB = {"calibrate": "alpaca", "bench": "mt_bench"}  # where the data are on the Hub
+TASKS_OF_THE_HUB = {"calibrate": "alpaca", "bench": "mt_bench"}  # if the data are on the Hub
 
 
 class Servers(NamedTuple):
     """The servers that the command line names."""
 
     answers: list[str]  # URLs
-    states: list[str]  # URLs; empty: the same servers, started anew after the answers
-    folder: str | None  # to which they write states; None: RUN/states
+    states: list[str]  # URLs; empty: the same servers, restarted after the answers
+    folder: str | None  # to which the servers write states; None: RUN/states
 
 
 def with_servers(
     requested: dict[str, Any], servers: Servers, run: str, context: int
 ) -> dict[str, Any]:
-    """The requested sections with who answers, what is trained on, and who gives the states.
+    """The requested sections, with who answers, what is trained on, and who gives the states.
 
-    What was requested wins. context: of the target, in tokens.
+    Requested values win over these. context: of the target, in tokens.
     """
     data = dict(requested["data"])
     source = {}
-    if "system_prompt" in data:  # it stands in the answered rows
+    if "system_prompt" in data:  # the answered rows will hold it
         source["system_prompt"] = data.pop("system_prompt")
     if "prompt_field" in data:
         source |= {"kind": "prompts", "field": data.pop("prompt_field")}
         data.pop("completion_field", None)
-    if "limit" in data and len(data["conversations"]) == 1:  # of what is asked
+    if "limit" in data and len(data["conversations"]) == 1:  # it limits what is asked
         source["num_rows"] = data.pop("limit")
     answers = list(map(_of_api, servers.answers))
     distill = {
@@ -72,7 +72,9 @@ def with_servers(
     features = requested.get("features", {})
     for section in (requested.get("distill", {}), features):
         if not isinstance(section, dict) or section.get("server", servers) is None:
-            raise UserError("--server: distill.server and features.server cannot be null beside it")
+            raise UserError(
+                "--server: sets distill.server and features.server; do not set one of them to null"
+            )
     return {
         **requested,
         "data": data,
@@ -82,12 +84,12 @@ def with_servers(
 
 
 def _of_api(url: str) -> str:
-    """A server's address with the path of its API, if it is given without one."""
+    """A server's address; its API's path is added if the address has no path."""
     return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def _deep_union(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
-    """Both, section by section; the second's values win."""
+    """Both mappings, joined section by section; the values of `winning` win."""
     merged = values | winning
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(winning.get(name), dict):
@@ -101,9 +103,9 @@ def _deep_union(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, An
 def draw_questions(
     names: Sequence[str], field: str | None, most: int, longest: int
 ) -> tuple[list[Any], list[Any]]:
-    """Two lists of questions, JSON-ready, which have none in common; UserError for too few.
+    """Two JSON-ready lists of questions, with none in common; UserError if there are too few.
 
-    most: of each; longest: characters of one.
+    most: questions in each list. longest: characters of a question.
     """
     questions = dict[str, dict[str, Any]]()
     num_read = 0
@@ -134,9 +136,9 @@ def draw_questions(
 def measuring_prompts(
     data: dict[str, Any], out: Path, most: int, longest: int
 ) -> tuple[dict[str, Any], dict[Path, str]]:
-    """`prompts` of calibrate and of bench, and the files that they name.
+    """`prompts` of calibrate and of bench, and the texts of the files that they name.
 
-    data: as the command line gives it; out: the recipe; most, longest: as in draw_questions.
+    data: as the command line gives it. out: the recipe's path. most, longest: see draw_questions.
     """
     prompts = dict[str, Any]()
     files = dict[Path, str]()
@@ -153,22 +155,25 @@ def measuring_prompts(
     return prompts, files
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- how servers are started ----------------------------------------------------------------------
 
 
 def start_lines(recipe: Recipe, has_gpu: bool) -> list[str]:
-    """Which servers are to be started, by which commands, and when."""
+    """Lines that say which servers to start, by which commands, and when."""
     lines = []
     if not has_gpu:  # as on this machine
-        lines.append("for servers without a GPU, too: vLLM's connector for CPUs, greedy answers")
+        lines.append(
+            "servers without a GPU can run this recipe: answers are greedy, and vLLM's CPU build "
+            "writes states by aerie's connector"
+        )
     stages = [stage for stage in ("distill", "features", "train") if urls_of_stage(recipe, stage)]
     answers, states = (urls_of_stage(recipe, stage) for stage in stages)
     are_same = set(answers) == set(states)
     for stage, urls in zip(stages, (answers, states), strict=True):
         what = "answers" if stage == "distill" else "hidden states"
-        when = " (at once, or when aerie run asks for them)"
+        when = " (start them now, or when aerie run asks for them)"
         if stage != "distill" and are_same:
-            when = " (the same servers, started anew when all answers are there)"
+            when = " (restart the same servers when all answers are there)"
         lines.append(f"{what} from {', '.join(urls)}{when}:")
         commands = [command_of_stage(recipe, stage, url) for url in urls]
         lines += [f"  {command}" for command in dict.fromkeys(commands)]

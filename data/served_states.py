@@ -38,16 +38,14 @@ from aerie.model.storage import Lock, digest, explained, first_line
 from aerie.model.target import Target, load_shell
 
 PROBE_TOKENS = 32  # of a row that is compared at the start
-PROBE_S = 60.0  # for its file: network file systems may show a new one so late
-PROBE_ROWS = 8  # whose next tokens are compared, where the target's blocks are not loaded here
+PROBE_S = 60.0  # to wait for its file, since network file systems may show a new file late
+PROBE_ROWS = 8  # whose next tokens are compared, if this machine cannot load the target's blocks
 CONNECT_S = 10.0
-AWAY_S = 30.0  # a server that failed is asked again after so long, or if no other answers
+AWAY_S = 30.0  # until a server that failed is asked again; sooner if no other server answers
 LONGEST_PAUSE_S = 30.0
-TRY_AGAIN = (
-    408,
-    429,
-)  # HTTP statuses after which the same request may succeed; and those from 500 on
-# How far states may be from our own: root mean square, relative to the state's.
+# HTTP statuses after which the same request may succeed, besides those from 500 on.
+TRY_AGAIN = (408, 429)
+# How far states may be from our own: the difference's root mean square, relative to the state's.
 CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}
 CLOSE_IF_NARROW = 0.05
 REQUEST = re.compile(r"aerie-(?P<run>[0-9a-f]{8})-(?P<session>[0-9a-f]{8})-")  # in a file's name
@@ -65,14 +63,15 @@ class NoFile(ServerFault):
 
 
 class NoStates(ServerFault):
-    """A server gives answers alone."""
+    """A server gives answers, but no states."""
 
 
 class StatesFolder:
     """The files that servers write for this process.
 
-    A run's name and a session's stand in each file's name. While a process lives it holds its
-    session's lock, so that the next one of the run knows which files nobody will read.
+    Each file's name holds the name of its run and of its session, which is one process. A process
+    holds its session's lock while it lives, so that the run's next process knows which files nobody
+    will read.
     """
 
     def __init__(self, path: Path, run: Path) -> None:
@@ -95,8 +94,8 @@ class StatesFolder:
         self.lock.file.close()
 
     def sweep(self, is_over: bool = False) -> None:
-        """Removes the files of the run's dead sessions; is_over: and of this one."""
-        dead = {self.session: is_over}  # whether nobody reads a session's files
+        """Removes the files of the run's dead sessions; is_over: also those of this session."""
+        dead = {self.session: is_over}  # by session: whether its process is gone
         for path in self.path.iterdir():
             match = REQUEST.search(path.name)
             if match is None or match["run"] != self.run:
@@ -115,10 +114,13 @@ class StatesFolder:
         if not path.exists():
             return True
         with Lock(path) as lock:
-            return lock.acquire(wait=False) is True  # not where locks are unknown
+            return lock.acquire(wait=False) is True  # not True if the file system has no locks
 
     def read(self, name: str, deadline: float, is_closed: Callable[[], bool]) -> dict[str, Tensor]:
-        """The tensors of a file as soon as it is whole; the file and its lock are removed."""
+        """The tensors of a file as soon as it is whole; removes the file and its lock.
+
+        ServerFault if the file cannot be read, or is not whole by the deadline (time.monotonic()).
+        """
         path = self.path / name
         lock = self.path / f"{name}.lock"
         try:
@@ -140,11 +142,11 @@ def sweep_states(config: StateServersConfig, run: Path) -> None:
 
 
 def _patiently(path: Path, deadline: float, is_closed: Callable[[], bool]) -> Path:
-    """The path, once it exists: network file systems show a new file late."""
+    """The path, once it exists (network file systems show files late); NoFile by the deadline."""
     pause = 0.001
     while not path.exists():
         if time.monotonic() > deadline or is_closed():
-            raise NoFile(f"{path} is not there")
+            raise NoFile(f"{path} has not appeared")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
     return path
@@ -173,34 +175,39 @@ class Reply(NamedTuple):
 
 
 class StateServer:
+    """A server, how busy it is, and whether it is known to be the right one."""
+
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
         self.under_way = 0  # requests
-        # By time.monotonic(); others are asked first. Without an end while it is looked at.
+        # Until then (time.monotonic()) other servers are asked first; inf while it is checked.
         self.away_until = 0.0
-        self.model = ""  # as the server calls it; "": it is not known to be the right one
-        self.fault: ServerFault | None = None  # of the last look
+        self.model = ""  # the server's name of its model; "": the server is not checked
+        self.fault: ServerFault | None = None  # of the last check
         self.checking = threading.Lock()
         self._connections = set[HTTPConnection]()
 
     def listing(self) -> dict[str, Any]:
-        """What the server says of its (first) model, with its version."""
+        """What the server says of its first model, and its own version."""
         models = self.exchange("GET", "/v1/models")
         version = self.exchange("GET", "/version")
         with suppress(LookupError, TypeError):
             entry = {**models["data"][0], "version": str(version["version"])}
             if isinstance(entry.get("id"), str):
                 return entry
-        raise ServerFault("what answers there is no vLLM server")
+        raise ServerFault("the program that answers is not a vLLM server")
 
     def exchange(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of the server's answer."""
+        """The JSON of the server's answer.
+
+        ServerFault if another try may succeed; UserError if the server rejects the request.
+        """
         parts = urlsplit(self.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         try:
             connection = kind(parts.netloc, timeout=min(CONNECT_S, self.timeout_s))
-        except HTTPException as error:  # a port that is no number
+        except HTTPException as error:  # a port that is not a number
             raise UserError(f"{self.url}: {error}; check features.server.urls") from error
         headers = {"Content-Type": "application/json"}
         if os.environ.get("OPENAI_API_KEY"):
@@ -209,7 +216,7 @@ class StateServer:
         self._connections.add(connection)
         try:
             connection.connect()
-            # What is only asked for is there at once; states may take long.
+            # A request without a body is answered at once; states may take long.
             connection.sock.settimeout(CONNECT_S if body is None else self.timeout_s)
             connection.request(method, parts.path + path, content, headers)
             response = connection.getresponse()
@@ -223,7 +230,7 @@ class StateServer:
         if status == 200:
             with suppress(ValueError):
                 return json.loads(text)
-            raise ServerFault("its answer is no JSON")
+            raise ServerFault("its answer is not JSON")
         said = f"HTTP {status}: {_error_text(text)}"
         if status in TRY_AGAIN or status >= 500:
             raise ServerFault(said)
@@ -248,15 +255,15 @@ def _error_text(text: str) -> str:
 
 
 class Expected(NamedTuple):
-    """What a right server gives for some short rows."""
+    """What the right server gives for some short rows."""
 
     rows: list[list[int]]
-    own: Tensor | None  # [T, S * D], of our own forward of the first; None: it was not made
+    own: Tensor | None  # [T, S * D], states of the first row by our own forward; None: not made
     how: str  # what is compared, in words
 
 
 class ServedStates:
-    """Asks the target's servers for states; a context that ends what is under way."""
+    """Asks the target's servers for states; leaving the context ends the requests under way."""
 
     def __init__(
         self,
@@ -322,7 +329,7 @@ class ServedStates:
 
     def states(self, batches: Iterable[Sequence[TokenRow]]) -> Iterator[Tensor]:
         """States [N, S * D] of each batch's tokens: last_hidden, then the taps."""
-        # Twice as many as workers: a slow row leaves none idle.
+        # Twice as many batches as workers, so that a slow row leaves no worker idle.
         return run_ahead(self.pool, self._of_batch, batches, 2 * self.workers)
 
     def _of_batch(self, rows: Sequence[TokenRow]) -> Tensor:
@@ -339,7 +346,7 @@ class ServedStates:
         last_hidden = self.shell.norm(states[:, -1])  # [T, D]
         return torch.cat([last_hidden, states[:, taps].flatten(1)], dim=-1)
 
-    # --- a row's states from whoever gives them
+    # --- a row's states from one of the servers
 
     def _fetch(self, input_ids: Sequence[int]) -> Reply:
         attempts = 0
@@ -353,13 +360,13 @@ class ServedStates:
                     failed.add(server)
                     self._leave(server, fault, attempts)
             if self._closing.wait(self._pause(attempts)):
-                raise UserError(f"{server.url}: is not asked any more")
+                raise UserError(f"{server.url}: is not asked again, since the stage is ending")
 
     @contextmanager
     def _turn(self, failed: set[StateServer]) -> Iterator[StateServer]:
         """The server with the fewest requests, of those that answer and did not fail this row.
 
-        While one answers, no row waits for another: a thread of its own looks at that.
+        While one server answers, no row waits for one that failed: a thread checks that one.
         """
         now = time.monotonic()
 
@@ -382,25 +389,27 @@ class ServedStates:
                 server.under_way -= 1
 
     def _look_again(self, server: StateServer) -> None:
-        """Takes a server that failed back if it gives the target's states."""
+        """Checks a server that failed; rows go to it again if it gives the target's states."""
         try:
             self._check(server)
         except ServerFault:
             server.away_until = time.monotonic() + AWAY_S
-        except UserError as error:  # another model was started there: nobody asks it any more
+        except UserError as error:  # another model runs there now, so nobody asks it again
             warn(str(error))
 
     def _leave(self, server: StateServer, fault: ServerFault, attempts: int) -> None:
-        """Turns to other servers for a while; UserError after the last attempt."""
+        """Leaves a server that failed alone for a while; UserError after the last attempt."""
         if self._closing.is_set():
-            raise UserError(f"{server.url}: is not asked any more") from fault
+            raise UserError(
+                f"{server.url}: is not asked again, since the stage is ending"
+            ) from fault
         others = [other for other in self.servers if other is not server]
         one_answers = any(other.model for other in others)
         # While one answers, each of the others may fail once without ending the stage.
         if attempts > self.config.retries + (len(others) if one_answers else 0):
             raise UserError(
-                f"{server.url}: {fault} (attempts: {attempts:,}); run the same command again, "
-                f"which goes on, once a server answers; to start one: {self.command(server)}"
+                f"{server.url}: {fault} (attempts: {attempts:,}); once a server answers, run the "
+                f"same command again, which goes on; start a server with: {self.command(server)}"
             ) from fault
         now = time.monotonic()
         with self._choosing:
@@ -408,7 +417,7 @@ class ServedStates:
             server.away_until = now + AWAY_S
             server.model = ""  # another server may be started there
         if is_news:
-            warn(f"{server.url}: {fault}; its rows are asked again")
+            warn(f"{server.url}: {fault}; its rows are asked for again")
 
     def _pause(self, attempts: int) -> float:
         """Seconds before the next attempt: none while another server answers."""
@@ -435,30 +444,30 @@ class ServedStates:
     def _raw(
         self, server: StateServer, model: str, input_ids: Sequence[int], limit_s: float
     ) -> Reply:
-        """Whatever states this server gives for a row; limit_s: for its file."""
+        """The states that this server gives for a row, unchecked; limit_s: to wait for its file."""
         deadline = time.monotonic() + limit_s
         body = {
             "model": model,
             "prompt": [*input_ids],
             "max_tokens": 1,
             "temperature": 0,
-            "repetition_penalty": 1,  # vLLM takes that of generation_config.json otherwise
+            "repetition_penalty": 1,  # else vLLM takes the one of generation_config.json
             "detokenize": False,
             "return_token_ids": True,
             "request_id": self.folder.next_request(),
         }
         answer = server.exchange("POST", "/v1/completions", body)
         if isinstance(answer, dict) and answer.get("kv_transfer_params") is None:
-            raise NoStates("gives answers, and no states")
+            raise NoStates("gives answers, but no states")
         try:
             path = answer["kv_transfer_params"]["hidden_states_path"]
             (next_token,) = map(int, answer["choices"][0]["token_ids"])
-            # The folder has another name on the server; a file lies directly in it.
+            # The server may know the folder by another path; the file lies directly in it.
             name = PurePosixPath(path).name
         except (LookupError, TypeError, ValueError) as error:
             raise ServerFault("its answer names no file of states") from error
         if REQUEST.search(name) is None:
-            raise ServerFault(f"its answer names {name}, which is no file of this request")
+            raise ServerFault(f"its answer names {name}, which is not a file of this request")
         tensors = self.folder.read(name, deadline, self._closing.is_set)
         states = tensors.get("hidden_states")
         token_ids = tensors.get("token_ids")
@@ -474,11 +483,12 @@ class ServedStates:
         )
 
     def _wrong(self, server: StateServer, why: str) -> str:
-        return f"{server.url}: {why}; start it anew: {self.command(server)}"
+        return f"{server.url}: {why}; restart it with: {self.command(server)}"
 
     def _expect(self, rows: list[list[int]]) -> Expected:
         if not can_run_here(self.shell.recipe):
-            return Expected(rows, None, f"their embedding and next tokens ({len(rows)} rows)")
+            how = f"the target's embedding and next tokens ({len(rows)} rows)"
+            return Expected(rows, None, how)
         target = Target.load(self.shell.recipe)
         output = target.features(torch.tensor(rows[:1]), self.after_blocks)
         parts = [part[0] for part in (output.last_hidden, output.taps) if part is not None]
@@ -486,7 +496,7 @@ class ServedStates:
         return Expected(rows[:1], torch.cat(parts, dim=-1), how)
 
     def _check_all(self) -> None:
-        """UserError for a wrong server, or if none answers; a warning for one that does not."""
+        """UserError if a server is wrong or none answers; a warning if some do not answer."""
         for attempts in itertools.count(1):
             faults = list[tuple[StateServer, ServerFault]]()
             for server in self.servers:
@@ -502,9 +512,9 @@ class ServedStates:
             time.sleep(self._pause(attempts))
 
     def _check(self, server: StateServer) -> str:
-        """Its model; UserError if it gives other states than the target's; ServerFault if none.
+        """The server's model; UserError if its states are not the target's, ServerFault if none.
 
-        One thread looks; those that wait for it have its outcome.
+        One thread checks a server; threads that wait for that take over its outcome.
         """
         fault = server.fault
         with server.checking:
@@ -525,9 +535,9 @@ class ServedStates:
         room = entry.get("max_model_len")
         if isinstance(room, int) and self.longest + 1 > room:
             raise UserError(
-                f"{server.url}: has room for {room:,} tokens (max_model_len), and the longest "
+                f"{server.url}: has room for {room:,} tokens (max_model_len), but the longest "
                 f"row needs {self.longest + 1:,}; lower data.max_length to {room - 1:,}, or "
-                f"start it anew: {self.command(server)}"
+                f"restart it with: {self.command(server)}"
             )
         model: str = entry["id"]
         try:
@@ -536,7 +546,7 @@ class ServedStates:
         except NoFile as fault:
             raise UserError(
                 f"{server.url}: {fault}; features.server.states must name the folder to which "
-                "it writes (shared_storage_path) as this machine sees it"
+                "the server writes (shared_storage_path), as this machine sees it"
             ) from fault
         except NoStates as fault:
             raise UserError(self._wrong(server, str(fault))) from fault
@@ -546,8 +556,8 @@ class ServedStates:
         self.versions.add(entry["version"])
         if rank() == 0:
             print(
-                f"states: {server.url}: vLLM {entry['version']} with {model}: "
-                f"as {self.expected.how}",
+                f"states: {server.url} runs vLLM {entry['version']} with {model}; "
+                f"its states agree with {self.expected.how}",
                 flush=True,
             )
         return model
@@ -559,13 +569,13 @@ class ServedStates:
         wanted = f"[0, ..., {self.ids[-1]}]" if len(self.ids) > 8 else str([*self.ids])
         if states.dtype != dtype:
             names = [str(name).removeprefix("torch.") for name in (states.dtype, dtype)]
-            return f"computes in {names[0]}, and the target is {names[1]}"
+            return f"computes in {names[0]}, but the target has {names[1]}"
         if states.ndim == 3 and len(states) != len(self.expected.rows[0]):
             return f"gives states of {len(states)} of {len(self.expected.rows[0])} tokens"
         if states.ndim != 3 or states.shape[2] != self.hidden_size:
             return f"serves another model (states {[*states.shape]}, not of {self.hidden_size})"
         if states.shape[1] != len(self.ids):
-            return f"gives {states.shape[1]} states of a token, and the ids are {wanted}"
+            return f"gives {states.shape[1]} states per token, but {wanted} are needed"
         if self.expected.own is not None:
             return self._difference_from_own(states)
         return self._difference_in_law(replies)
@@ -581,8 +591,8 @@ class ServedStates:
         for name, error in zip(names, squares.sqrt().tolist(), strict=True):
             if not error <= limit:
                 return (
-                    f"its states after {name} differ by {error:.2g} from our own forward's: "
-                    "another model, or other ids"
+                    f"its states after {name} differ by {error:.2g} from our own forward's, "
+                    "so it serves another model, or other state ids"
                 )
         return None
 
@@ -601,8 +611,8 @@ class ServedStates:
             logits = self.logits(last_hidden).float()  # [V]
             if not logits.max() - logits[reply.next_token] <= limit * logits.std():
                 return (
-                    f"its next token is {reply.next_token}, and the target's norm and LM head make "
-                    f"{int(logits.argmax())} of its last state: another model"
+                    f"its next token is {reply.next_token}, but the target's norm and LM head make "
+                    f"{int(logits.argmax())} of its last state, so it serves another model"
                 )
         return None
 

@@ -1,6 +1,6 @@
-"""How vLLM servers of the target are started: for its answers, or for its states.
+"""The shell commands that start vLLM servers of the target, for its answers or its states.
 
-One server cannot do both. Each function returns a shell command.
+One server cannot give both.
 """
 
 import json
@@ -19,12 +19,12 @@ from aerie.data.connector import CONNECTOR
 from aerie.model.storage import template_path
 from aerie.model.target import context_of, load_config, taps_of, weights_size
 
-FITS_BYTES = 4 * 10**9  # of weights: a target up to this size is loaded to compare its states
-USUAL_PORT = 8000  # of vLLM
+FITS_BYTES = 4 * 10**9  # of weights; a target up to this size is loaded here to compare states
+USUAL_PORT = 8000  # vLLM's default
 
 
 def answers_command(target: TargetConfig, url: str = "") -> str:
-    """Starts a server of the target's answers at the URL's port."""
+    """The command that starts a server of the target's answers at the URL's port."""
     words = _shared_words(target, url)
     if target.chat_template is not None:
         words += ["--chat-template", str(template_path(target.chat_template).absolute())]
@@ -39,10 +39,10 @@ def states_command(
     is_cpu: bool | None = None,
     url: str = "",
 ) -> str:
-    """Starts a server of the target's states after these blocks.
+    """The command that starts a server of the target's states after these blocks.
 
-    states: the folder that it writes to; longest: of the rows, in tokens; is_cpu: for vLLM's CPU
-    build (None: where no GPU is here).
+    states: the folder that it writes to. longest: tokens of the longest row. is_cpu: whether it
+    runs vLLM's CPU build (None: if this machine has no GPU).
     """
     text_config = load_config(target).get_text_config()
     ids = state_ids(target, after_blocks, text_config.num_hidden_layers)
@@ -64,7 +64,7 @@ def states_command(
     if not torch.cuda.is_available() if is_cpu is None else is_cpu:
         transfer |= {"kv_connector": CONNECTOR.name, "kv_connector_module_path": CONNECTOR.module}
         environment = f"PYTHONPATH={shlex.quote(str(CONNECTOR.folder))} "
-    words += ["--disable-uvicorn-access-log"]  # a line for each row
+    words += ["--disable-uvicorn-access-log"]  # which writes a line for each row
     words += ["--speculative-config", json.dumps(speculative)]
     words += ["--kv-transfer-config", json.dumps(transfer)]
     return environment + shlex.join(words)
@@ -76,7 +76,7 @@ def _shared_words(target: TargetConfig, url: str) -> list[str]:
     try:
         port = urlsplit(url).port
     except ValueError as error:
-        raise UserError(f"{url}: {error}; a server is http://HOST:PORT/v1") from error
+        raise UserError(f"{url}: {error}; write a server as http://HOST:PORT/v1") from error
     if port not in (None, USUAL_PORT):
         words += ["--port", str(port)]
     if target.revision is not None:
@@ -85,16 +85,16 @@ def _shared_words(target: TargetConfig, url: str) -> list[str]:
         words += ["--trust-remote-code"]
     stored = getattr(load_config(target).get_text_config(), "dtype", None)
     dtype = target.dtype if target.dtype != "auto" else stored
-    # vLLM's own choice narrows float32.
+    # vLLM's default narrows float32.
     return [*words, "--dtype", str(dtype or "auto").removeprefix("torch.")]
 
 
 def state_ids(
     target: TargetConfig, after_blocks: Sequence[int], num_blocks: int
 ) -> tuple[int, ...]:
-    """The states to ask for: vLLM's id k is the state after k blocks, the last before the norm.
+    """vLLM's ids of the states to ask for; id k is the state after k blocks, before any final norm.
 
-    Where no forward of ours can be compared with them, the embedding (id 0) is asked for, too.
+    They include the embedding (id 0) if this machine cannot run the target for a comparison.
     """
     compared = set[int]() if can_run_here(target) else {0}
     return tuple(sorted({*after_blocks, num_blocks} | compared))
@@ -104,7 +104,7 @@ def can_run_here(target: TargetConfig) -> bool:
     """Whether the target's weights are here and small enough to be loaded for a comparison."""
     if not Path(target.path).is_dir() or not 0 < weights_size(target) <= FITS_BYTES:
         return False
-    # Its weights may be in a form that needs a GPU.
+    # Quantised weights may need a GPU.
     return getattr(load_config(target), "quantization_config", None) is None
 
 
@@ -123,7 +123,7 @@ def urls_of_stage(recipe: Recipe, stage: str) -> tuple[str, ...]:
 
 
 def command_of_stage(recipe: Recipe, stage: str, url: str = "") -> str:
-    """Starts a server that this stage can ask (urls_of_stage), at this URL's port."""
+    """The command that starts a server which this stage asks (urls_of_stage), at the URL's port."""
     if stage == "distill":
         return answers_command(recipe.target, url)
     assert recipe.features.server is not None

@@ -5,6 +5,6 @@ from typing import Any
 
 from aerie.configs.read import read_yaml
 
-Message = dict[str, Any]  # role (user, assistant, system or tool), content, and maybe others
+Message = dict[str, Any]  # role (user, assistant, system or tool), content, maybe others
 
 SHAPES = read_yaml(Path(__file__).with_name("shapes.yaml"))[0]

@@ -1,8 +1,9 @@
 """The embedded corpus (ShareGPT conversations, Spec-Bench questions) and its tokenizer.
 
-A family of tasks is a YAML file in data/corpus: the rules in `draw` are drawn in order, and `turns`
-gives the texts (frame.yaml: what is around them). Rules and slots are Jinja expressions over the
-drawn values; moving a rule changes every conversation.
+Each family of tasks is a YAML file in data/corpus. Its rules in `draw` are drawn in order, and its
+`turns` give the texts; frame.yaml holds what stands around them. Rules and slots are Jinja
+expressions over the drawn values. Whoever moves a rule changes every conversation, because the
+random numbers are drawn in the rules' order.
 """
 
 import json
@@ -42,7 +43,7 @@ def run_corpus_function(code: str, name: str, argument: str) -> str:
     return repr(scope["result"])
 
 
-# Plain text, no HTML.
+# Writes plain text, so nothing is escaped for HTML.
 ENVIRONMENT = Environment(  # noqa: S701
     variable_start_string="{", variable_end_string="}", undefined=StrictUndefined
 )
@@ -84,8 +85,10 @@ FRAME: dict[str, Any] = _book("frame")
 
 def draw_task(family: str, generator: Random) -> list[Turn]:
     def draw(rule: Any) -> Any:
-        """Draws from a list, or evaluates an expression; a mapping's rules are drawn and stored in
-        turn, and the last is returned."""
+        """Draws from a list, or evaluates an expression.
+
+        A mapping's rules are drawn in order and stored under their names; the last is returned.
+        """
         if isinstance(rule, list):
             return generator.choice(rule)
         if not isinstance(rule, Mapping):
@@ -115,7 +118,7 @@ def draw_task(family: str, generator: Random) -> list[Turn]:
         "draw": draw,
         "text": text,
     }
-    # A new context for each rule would take most of the time.
+    # One context for all rules: making one for each would take most of the time.
     context = template_of("").new_context(values, shared=True)
     draw(book["draw"])
     return [Turn(text(question), text(answer)) for question, answer in draw(book["turns"])]
@@ -126,9 +129,9 @@ def opening_key(question: str) -> str:
 
 
 def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
-    """Writes the files, returns their numbers of rows.
+    """Writes the three files; returns each one's number of rows.
 
-    No measuring question opens a conversation.
+    No training conversation begins with a question of the other two files.
     """
     taken: set[str] = set()  # opening questions that must not occur again
     files: dict[str, list[dict[str, Any]]] = {
@@ -143,7 +146,8 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
             if opening_key(turns[0].question) not in taken:
                 return turns
         raise UserError(
-            f"synthetic: num_prompts: no new {category} question in {ATTEMPTS} draws; ask for fewer"
+            f"synthetic.num_prompts: {ATTEMPTS} draws gave no new {category} question; "
+            f"lower it below {config.num_prompts:,}"
         )
 
     def merged(generator: Random, category: str, turns: list[Turn]) -> list[Turn]:
@@ -194,7 +198,8 @@ def write_corpus(config: SyntheticConfig, directory: Path) -> dict[str, int]:
 
 
 SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>")
-# A word or a digit with the space before it, signs, white space; single digits make sums learnable.
+# A word or one digit with the space before it, signs, white space. A draft LM learns sums from
+# single digits.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 

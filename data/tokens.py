@@ -43,9 +43,9 @@ from aerie.model.storage import (
 from aerie.model.target import target_end_ids
 
 CONVERSATIONS_PER_CALL = 256  # of the tokenizer
-SLOW_SECONDS = 5.0  # work that takes longer goes to several processes, and its rows are kept
+SLOW_SECONDS = 5.0  # after this time several processes go on, and the rows are kept on disk
 ROWS_FILE = "rows.parquet"
-# The code that decides the rows: kept ones are of no use once it has changed.
+# The code that makes the rows. Once it has changed, kept rows are made again.
 CODE = (
     "chat.py",
     "forms.py",
@@ -56,7 +56,7 @@ CODE = (
     "tokens.py",
     "shapes.yaml",
 )
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece's byte fallback
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal
 
 
@@ -76,9 +76,10 @@ def tokenize_for_target(
 
 
 def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally) -> TokenisedData:
-    """Rows cut at max_length, each with a supervised slot.
+    """The rows, cut at max_length; each has a supervised slot.
 
-    Slow work is kept in the user's cache folder, and read from there the next time.
+    Rows that took long to make are kept in the user's cache folder and read there the next time.
+    UserError if no row is left to train on, or if too few tokens are supervised.
     """
     inputs = _inputs_of(config, tokenizer, end_ids)
     directory = user_cache() / digest(inputs)
@@ -89,7 +90,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
     data = _make_rows(config, tokenizer, end_ids, tally)
     is_slow = time.monotonic() - started > SLOW_SECONDS
     if is_slow and rank() == 0 and None not in inputs["conversations"].values():
-        with suppress(OSError, UserError):  # no room, no permission
+        with suppress(OSError, UserError):  # a full disk, or a folder without write permission
             _keep(directory, inputs, data, tally)
     return data
 
@@ -98,7 +99,7 @@ def tokenize(config: DataConfig, tokenizer: Any, end_ids: set[int], tally: Tally
 
 
 def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[str, Any]:
-    """All that decides the rows; a Hub data set's commit is None if the Hub does not answer."""
+    """What the rows depend on; a Hub data set's commit is None if the Hub does not answer."""
     commits = {name: hub_commit(name, None) for name in config.conversations if not is_here(name)}
     code = [file_digest(Path(__file__).parent / name) for name in CODE]
     is_dated = writes_date(tokenizer)
@@ -116,6 +117,7 @@ def _inputs_of(config: DataConfig, tokenizer: Any, end_ids: set[int]) -> dict[st
 
 
 def text_fingerprint(tokenizer: Any, data: DataConfig) -> dict[str, Any]:
+    """What turns the recipe's conversations into tokens, JSON-ready."""
     return {
         "tokenizer": digest(tokenizer.backend_tokenizer.to_str()),
         "template": digest(tokenizer.chat_template),
@@ -180,19 +182,19 @@ def _make_rows(
     names = ", ".join(config.conversations)
     if not data.train:
         raise UserError(
-            f"{names}: no conversation to train on; "
-            f"{len(data.held_out):,} rows are held out; {tally.line()}"
+            f"{names}: no conversation is left to train on "
+            f"({len(data.held_out):,} rows are held out); {tally.line()}"
         )
     if num_supervised / num_tokens < config.min_supervised_share:
         raise UserError(
             f"{names}: only {num_supervised / num_tokens:.2%} of the tokens are supervised; "
-            "see them with the show command, or lower data.min_supervised_share"
+            "look at the rows with aerie show, or lower data.min_supervised_share"
         )
     return data
 
 
 class RowMaker:
-    """Makes the rows of conversations, as one recipe's section `data` wants them."""
+    """Makes token rows of conversations, by a recipe's section `data`."""
 
     def __init__(self, chat: Chat, config: DataConfig) -> None:
         self.chat = chat
@@ -201,7 +203,7 @@ class RowMaker:
         self.num_ids = max(chat.tokenizer.get_vocab().values()) + 1
 
     def rows(self, batch: Sequence[Conversation]) -> list[list[TokenRow]]:
-        """The rows of each conversation, not cut yet, from one call of the tokenizer."""
+        """The rows of each conversation, before they are cut; one call of the tokenizer."""
         rendered = [self._rendered(conversation) for conversation in batch]
         encoded = iter(self.chat.encode([*chain.from_iterable(rendered)]))
         rows_of = []
@@ -209,7 +211,7 @@ class RowMaker:
             rows = list(islice(encoded, len(parts)))
             if conversation.tokens is not None:
                 rows = [self._pretokenised(conversation.source, *conversation.tokens)]
-            if self.supervises_all:  # every token but the first, as one turn
+            if self.supervises_all:  # every token but the first is learnt, as one turn
                 rows = [
                     replace(row, turn_ids=array("i", [0, *[1] * (len(row.turn_ids) - 1)]))
                     for row in rows
@@ -220,7 +222,7 @@ class RowMaker:
     def cut(self, row: TokenRow) -> TokenRow:
         if len(row.input_ids) <= self.max_length:
             return row
-        self.chat.tally.add("left out", "tokens behind max_length cut", row.source)
+        self.chat.tally.add("left out", "tokens after max_length", row.source)
         end = self.max_length
         return TokenRow(row.input_ids[:end], row.turn_ids[:end], row.source)
 
@@ -254,12 +256,13 @@ class RowMaker:
             return []
 
     def _whole(self, conversation: Conversation) -> Rendered:
-        """The conversation's whole text, of which every token is learnt."""
+        """The conversation's whole text; every token of it is learnt."""
         if conversation.context_only:
-            raise UnusableRow("an answer is not to be learnt, and data.supervise is all", "")
+            reason = "an answer is marked as not to be learnt, but data.supervise is all"
+            raise UnusableRow(reason, "")
         *rewritten, last = self.chat.render(conversation)
         if rewritten:
-            reason = "what the template leaves out of earlier answers, as data.supervise is all"
+            reason = "parts of earlier answers that the template drops (data.supervise is all)"
             self.chat.tally.add("left out", reason, conversation.source)
         return Rendered(last.text, [], conversation.source)
 
@@ -267,8 +270,8 @@ class RowMaker:
         """A row of token ids; each run of ones in its mask is a turn."""
         if ids and not 0 <= min(ids) <= max(ids) < self.num_ids:
             raise UserError(
-                f"{source}: token ids {min(ids):,} to {max(ids):,} are outside "
-                f"the {self.num_ids:,} of the target's tokenizer; use that one"
+                f"{source}: has token ids from {min(ids):,} to {max(ids):,}, but the target's "
+                f"tokenizer has {self.num_ids:,}; tokenise the rows with that tokenizer"
             )
         turn_ids = array("i")
         turn = 0
@@ -281,7 +284,10 @@ class RowMaker:
 def _in_processes(
     conversations: Iterator[Conversation], maker: RowMaker
 ) -> Iterator[tuple[Conversation, list[TokenRow]]]:
-    """Each conversation with its rows, in order; after SLOW_SECONDS from a process per core."""
+    """Each conversation with its rows, in order.
+
+    This process makes the rows of the first SLOW_SECONDS; then one process per core goes on.
+    """
     started = time.monotonic()
     workers = num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     batches = iter(lambda: list(islice(conversations, CONVERSATIONS_PER_CALL)), [])
@@ -291,9 +297,9 @@ def _in_processes(
             break
     else:
         return
-    _inherited[:] = [maker]  # forks inherit it: pickling a tokenizer takes long
+    _inherited[:] = [maker]  # forks inherit the maker, since pickling its tokenizer takes long
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        # At most two batches a worker, so that the corpus is not read into memory.
+        # At most two batches a worker wait, so that memory never holds the whole corpus.
         batches, sent = tee(batches)
         results = run_ahead(pool, _forked_rows, sent, 2 * workers)
         for (rows, tally), batch in zip(results, batches, strict=True):
@@ -335,13 +341,13 @@ def statistics(rows: Sequence[TokenRow]) -> str:
 
 
 def preview(row: TokenRow, tokenizer: Any, color: bool) -> str:
-    """A line about the row, then its text with learnt turns in green (or in [turn:...])."""
+    """A line about the row, then its text; learnt turns are green, or stand in [turn:...]."""
     shown = f"{row.source}{statistics([row]).removeprefix('1 rows')}\n"
     before = ""
     position = 0
     for turn, run in groupby(row.turn_ids):
         position += len(list(run))
-        # Decoded from the row's start on: a run alone may lose a blank or half a character.
+        # Decode from the row's start: a run alone may lose a blank or half a character.
         text = tokenizer.decode(row.input_ids[:position], clean_up_tokenization_spaces=False)
         part = CONTROL.sub(
             lambda match: f"\\x{ord(match[0]):02x}", text[shared_start(before, text) :]
@@ -367,9 +373,10 @@ def draft_vocabulary(
 ) -> tuple[DraftVocabulary, dict[str, Any], str]:
     """The draft vocabulary, facts about it and a line to print.
 
-    It has `size` tokens (None: at most 32,000): the forced ids and the most frequent supervised
-    tokens of rows (input_ids, turn_ids). A warm start keeps its vocabulary. The coverage is that of
-    the held-out rows, as the vocabulary was chosen on the others; without any, that of rows.
+    The vocabulary has `size` tokens (None: at most 32,000): the forced ids, then the tokens that
+    `rows` of (input_ids, turn_ids) supervise most often. A warm start keeps its own vocabulary.
+    The coverage is measured on the held-out rows, since `rows` chose the vocabulary; it is measured
+    on `rows` if no row is held out.
     """
     counts = _supervised_counts(rows, vocab_size)  # [V]
     vocabulary = warm_start or DraftVocabulary.most_frequent(
@@ -399,7 +406,7 @@ def _supervised_counts(rows: Iterable[tuple[Any, Any]], vocab_size: int) -> Any:
 
 
 def _never_drafted(missing: Any, vocabulary: DraftVocabulary, tokenizer: Any) -> str:
-    """What a head with this vocabulary drafts never, by counts [V] of the tokens outside it."""
+    """A line on what a head never drafts; missing: counts [V] of the tokens it does not have."""
     words = [
         f"{tokenizer.decode([number])!r} ({missing[number]:,})"
         for number in np.argsort(-missing, kind="stable")[:5].tolist()
@@ -410,8 +417,8 @@ def _never_drafted(missing: Any, vocabulary: DraftVocabulary, tokenizer: Any) ->
     lost = [number for number in alphabet_ids(tokenizer) if number not in known]
     if lost:
         text += (
-            f"; nor {len(lost):,} of the bytes that spell other scripts (accents, CJK, emoji); "
-            "a larger head.draft_vocab_size has them"
+            f"; nor are {len(lost):,} of the bytes that spell other scripts (accents, CJK, emoji); "
+            "raise head.draft_vocab_size to include them"
         )
     return text
 
@@ -419,8 +426,9 @@ def _never_drafted(missing: Any, vocabulary: DraftVocabulary, tokenizer: Any) ->
 def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
     """A token id that no text has; UserError if there is none.
 
-    The tokenizer's mask, else a row of the embedding [V, D] without a token, else padding. A row
-    of zeros is not taken: its queries are zero, so all masks of a block would be alike.
+    It is the tokenizer's mask token, else a row of the embedding [V, D] that belongs to no token,
+    else the padding token. A row of zeros is not taken: its queries are zero, so all masks of a
+    block would be alike.
     """
     known = {*tokenizer.get_vocab().values()}
     rows = range(len(embedding))
@@ -430,15 +438,18 @@ def mask_token(tokenizer: Any, end_ids: Collection[int], embedding: Any) -> int:
             return int(number)
     raise UserError(
         f"head.mask_token_id: each of the {len(embedding):,} rows of the target's embedding "
-        "may occur in a text; name a token that no conversation has"
+        "may occur in a text; set the key to a token that no conversation has"
     )
 
 
 def forced_ids(
     tokenizer: Any, end_ids: Collection[int], vocab_size: int, size: int | None = None
 ) -> frozenset[int]:
-    """Ids in every draft vocabulary: special tokens, the target's end-of-turn tokens, and the bytes
-    that spell every text, unless a vocabulary of this size has no room for them."""
+    """The ids that every draft vocabulary has.
+
+    They are the special tokens, the target's end-of-turn tokens, and the bytes that spell every
+    text. The bytes are left out if a vocabulary of this size has no room for them.
+    """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     # The LM head has no row for special tokens that were added later.
     rows = {*range(vocab_size)}
@@ -449,7 +460,7 @@ def forced_ids(
 
 
 def alphabet_ids(tokenizer: Any) -> set[int]:
-    """The tokens of single bytes, of a byte-level or a byte-fallback vocabulary; else none."""
+    """The ids of single bytes in a byte-level or byte-fallback vocabulary; else none."""
     token_ids = tokenizer.get_vocab()
     fallback = {number for token, number in token_ids.items() if BYTE.fullmatch(token)}
     alphabet = set(ByteLevel.alphabet())

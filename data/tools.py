@@ -1,4 +1,4 @@
-"""Tools and their calls, as data sets write them; here they become OpenAI's."""
+"""Tools and their calls, brought from the forms that data sets write into OpenAI's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ CALL_KEYS = {"name", "id", "type", "index", "description", *ARGUMENT_KEYS}
 
 
 def calls_of(turn: Mapping[str, Any], role: str, number: int) -> list[Any]:
-    """The calls of tools of a turn; none if it has none."""
+    """A turn's calls of tools, in OpenAI's form; [] if it has none."""
     calls = list[Any]()
     for key in CALL_COLUMNS:
         if turn.get(key) is None or is_empty(turn[key]):
             continue
         if role != "assistant":
-            raise UnusableRow("a turn that is no answer calls tools", f"turn {number}")
+            raise UnusableRow("a turn that is not an answer calls tools", f"turn {number}")
         same = calls
         calls = tool_calls_of(turn[key], number)
         require_arguments(calls, number)
@@ -29,23 +29,23 @@ def calls_of(turn: Mapping[str, Any], role: str, number: int) -> list[Any]:
 
 
 def spoken_calls(text: str, turn: Mapping[str, Any], number: int) -> list[Any]:
-    """The calls in ShareGPT's turn of calls."""
+    """The calls that are the text of ShareGPT's turn `function_call`."""
     calls = read_object(text)
     if isinstance(calls, str):
-        raise UnusableRow("a call is no JSON", f"turn {number}: {text.strip()!r:.60}")
+        raise UnusableRow("a call is not JSON", f"turn {number}: {text.strip()!r:.60}")
     return calls_of({**turn, "function_call": calls}, "assistant", number)
 
 
 def tool_calls_of(calls: Any, number: int) -> list[Any]:
-    """The calls as OpenAI writes them, with arguments as an object where they are one.
+    """The calls in OpenAI's form, but with their arguments as an object instead of JSON text.
 
-    A template would quote JSON text twice.
+    A template would escape JSON text a second time. Arguments that are not JSON stay as they are.
     """
     calls = read_object(calls)
     if isinstance(calls, Mapping):
         calls = [calls]
     if not isinstance(calls, list):
-        raise UnusableRow("tool calls are no list", f"turn {number}")
+        raise UnusableRow("tool calls are not a list", f"turn {number}")
     return [_call_of(read_object(call), number) for call in calls]
 
 
@@ -68,29 +68,29 @@ def _call_of(call: Any, number: int) -> dict[str, Any]:
         None,
         function["name"],
     ):
-        raise UnusableRow("a tool call says two things", f"turn {number}")
+        raise UnusableRow("a tool call has two names or arguments", f"turn {number}")
     named_call = {"name": function["name"], "arguments": values[0] if values else {}}
     return {**rest, "type": "function", "function": named_call}
 
 
 def object_or_text(arguments: Any) -> Any:
-    """The arguments of a call as an object, or as they are if they are none."""
+    """The arguments of a call as an object; unchanged if they are not one."""
     value = read_object(arguments)
     return value if isinstance(value, dict) and is_plain(value) else arguments
 
 
 def require_arguments(calls: list[Any], number: int) -> None:
-    """UnusableRow if the arguments of a call are no object of JSON."""
+    """UnusableRow if the arguments of a call are not a JSON object."""
     for call in calls:
         arguments = call["function"]["arguments"]
         if not isinstance(arguments, dict) or not is_plain(arguments):
             raise UnusableRow(
-                "the arguments of a call are no JSON object", f"turn {number}: {arguments!r:.60}"
+                "the arguments of a call are not a JSON object", f"turn {number}: {arguments!r:.60}"
             )
 
 
 def tools_of(row: Mapping[str, Any], turns: list[Any]) -> list[Any] | None:
-    """The tools of a row or of one of its turns, each as OpenAI writes it."""
+    """The tools of a row or of one of its turns, in OpenAI's form; None if it has none."""
     tools: list[Any] | None = None
     for holder in (row, *turns):
         for name in TOOL_COLUMNS:
@@ -107,12 +107,12 @@ def _tools_as_openai(tools: Any) -> list[Any]:
     if isinstance(tools, Mapping) and not tools.keys().isdisjoint(("function", "name")):
         tools = [tools]
     if not isinstance(tools, list):
-        raise UnusableRow("tools are no list", f"'tools' is {type(tools).__name__}")
+        raise UnusableRow("tools are not a list", f"'tools' is {type(tools).__name__}")
     as_openai = list[Any]()
     for tool in map(read_object, tools):
         is_object = isinstance(tool, Mapping) and is_plain(tool)
         if not is_object or not isinstance(tool.get("function", {}), Mapping):
-            raise UnusableRow("a tool is no object", f"{tool!r:.60}")
+            raise UnusableRow("a tool is not an object", f"{tool!r:.60}")
         is_bare = "function" not in tool and "name" in tool
         as_openai.append({"type": "function", "function": tool} if is_bare else tool)
     return as_openai

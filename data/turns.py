@@ -1,7 +1,7 @@
 """What a row says: its turns, whatever columns hold them, each with a role and a text.
 
-Keys that are not read are reasons to count; a row that means something else without one of them is
-left out. The names that data sets use stand in shapes.yaml.
+A key that nobody reads is counted as a reason; a row whose meaning needs such a key is left out.
+The names that data sets use stand in shapes.yaml.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from aerie.data.shapes import SHAPES, Message
 from aerie.data.tools import CALL_COLUMNS, TOOL_COLUMNS, calls_of, spoken_calls, tools_of
 from aerie.data.values import UnusableRow, is_empty, is_text, read_object, unpacked
 
-UNKNOWN_KEYS = "keys of no known shape"
+UNKNOWN_KEYS = "the row has no column that is known"
 
 ROLES: dict[str, str] = {}  # the role of each name that data sets use
 for _role, _names in SHAPES["roles"].items():
@@ -24,18 +24,18 @@ TOKEN_COLUMNS = ("input_ids", "loss_mask")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 SPEAKER_KEYS = ("from", "role", "speaker")
 TEXT_KEYS = ("value", "content", "text")
-# The first of each that is filled is read.
+# Keys that mean the same; the first one that is filled is read.
 SAME_KEYS = {
     "row": (LISTS, SYSTEM_COLUMNS),
     "message": (TEXT_KEYS, SPEAKER_KEYS),
     "part": (),
 }
 
-# What a turn may hold beside its text: a turn with one of SPOKEN_KEYS needs no text.
+# What a turn may hold besides its text. A turn with one of SPOKEN_KEYS needs no text.
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 SPOKEN_KEYS = (*THOUGHT_KEYS, "tool_calls")
 EXTRA_KEYS = {"assistant": SPOKEN_KEYS, "tool": ("tool_call_id", "name")}
-# Of a part of a content: the keys, and the types, under which it has a text.
+# The keys, and also the types, under which a part of a content holds a text.
 THOUGHT_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text", *THOUGHT_PARTS)
 THOUGHT_END = "</think>"  # ends a thought inside a content
@@ -59,20 +59,20 @@ class RowTurns(NamedTuple):
 
     messages: list[Message]  # with the key IS_CONTEXT in an answer that is not to be learnt
     tools: list[Any] | None
-    unread: set[str]  # what the row also holds, as reasons to count
+    unread: set[str]  # what nobody reads of the row, as reasons to count
 
 
 # --- the columns of the turns ---------------------------------------------------------------------
 
 
 def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns:
-    """What a row says, and which of its answers are to be learnt.
+    """What a row says, and which of its answers are to be learnt; UnusableRow if none can be read.
 
     fields: the recipe's prompt and completion columns.
     """
     turns, columns = _turns_of(row, fields)
     for name in SHAPES["desired"].split():
-        # A number may be that of a class; a CSV file has texts.
+        # A number may be a class; a CSV file holds texts.
         if name not in columns and str(row.get(name)).lower() == "false":
             raise UnusableRow("the answer is marked as not desired", name)
     read = messages_of(row, turns, columns, are_chosen=columns[:2] == fields)
@@ -82,7 +82,7 @@ def read_turns(row: Mapping[str, Any], fields: tuple[str, ...] = ()) -> RowTurns
 
 
 def read_token_row(row: Mapping[str, Any]) -> set[str]:
-    """Reasons for keys beside a row's token ids; UnusableRow if it is not to be learnt."""
+    """Reasons for keys besides a row's token ids; UnusableRow if a mark excludes the row."""
     beside = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
     return _unread_keys(beside, [], [], (), False) | mark_context(beside, [], [])
 
@@ -92,14 +92,14 @@ def messages_of(
 ) -> RowTurns:
     """What a row's turns say, with its system turn and its tools.
 
-    columns: those of the turns; are_chosen: the recipe names them, so no other column is needed.
+    columns: where the turns stand. are_chosen: the recipe names them, so no other column is needed.
     """
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     unread = _unread_keys(row, turns, messages, columns, are_chosen)
     tools = tools_of(row, turns)
     for name in SYSTEM_COLUMNS:
         if not isinstance(row.get(name), str | None):
-            raise UnusableRow("a system column is no text", name)
+            raise UnusableRow("a system column is not text", name)
     # A column cannot tell an empty system turn from none.
     system = next((row[name] for name in SYSTEM_COLUMNS if is_text(row.get(name))), None)
     said = [message["content"] for message in messages if message["role"] == "system"]
@@ -111,11 +111,11 @@ def messages_of(
 
 
 def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
-    """Turns as they stand in the row, and their columns: the recipe's, else a list, else a pair."""
+    """The row's own turns and their columns: the recipe's, else a list's, else a pair's."""
     pairs = [fields, *PAIRS] if fields else PAIRS
     filled = {name for name, value in row.items() if value is not None}
     pair = next((pair for pair in pairs if filled.issuperset(pair)), ())
-    if pair and pair == fields:  # the recipe's word for what the row's meaning needs
+    if pair and pair == fields:  # the recipe decides which columns the meaning needs
         return _turns_of_pair(row, pair)
     for name in LISTS:
         turns = _transposed(unpacked(row.get(name)))
@@ -136,7 +136,7 @@ def _turns_of(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[list[Any
 
 
 def _transposed(turns: Any) -> Any:
-    """The list of turns, also where a data set keeps a list for each key of a turn."""
+    """The list of turns, also if a data set keeps one list for each key of a turn."""
     if isinstance(turns, list):
         return list(map(read_object, turns))
     if not isinstance(turns, Mapping) or not all(isinstance(part, list) for part in turns.values()):
@@ -147,20 +147,20 @@ def _transposed(turns: Any) -> Any:
 
 
 def turns_in_list(row: Mapping[str, Any], name: str) -> list[Any]:
-    """The turns in a column; UnusableRow if it holds no list."""
+    """The turns in a column; UnusableRow if the column holds no list."""
     turns = _transposed(unpacked(row[name]))
     if not isinstance(turns, list):
-        raise UnusableRow("the turns are no list", f"{name!r} is {type(row[name]).__name__}")
+        raise UnusableRow("the turns are not a list", f"{name!r} is {type(row[name]).__name__}")
     return turns
 
 
 def require_context_columns(row: Mapping[str, Any], read: tuple[str, ...]) -> None:
-    """UnusableRow if a column without which the question means nothing is not read."""
+    """UnusableRow if the question needs a column that is not among those read."""
     for name in SHAPES["needed_by_pairs"].split():
         if name not in read and not is_empty(row.get(name)):
-            raise UnusableRow(f'row key "{name}" cannot be read', "its question needs it")
+            raise UnusableRow(f'row key "{name}" cannot be read', "the question needs it")
     if "input" not in read and not isinstance(row.get("input"), str) and row.get("input"):
-        raise UnusableRow('row key "input" is no text', "its question needs it")
+        raise UnusableRow('row key "input" is not text', "the question needs it")
 
 
 def _turns_of_pair(
@@ -175,7 +175,7 @@ def _turns_of_pair(
         prompt = row[pair[0]]
         if "input" not in pair and is_text(row.get("input")):  # Alpaca's
             if not isinstance(prompt, str):
-                raise UnusableRow("turn is not text", f"{pair[0]!r} has an 'input' beside it")
+                raise UnusableRow("a turn is not text", f"{pair[0]!r} has an 'input' beside it")
             prompt = f"{prompt}\n\n{row['input']}"
             columns = (*columns, "input")
         questions = [{"role": "user", "content": prompt}]
@@ -204,7 +204,7 @@ def _turn_list(value: Any) -> list[Any] | None:
 
 def _message(turn: Any, number: int) -> Message:
     if not isinstance(turn, Mapping):
-        raise UnusableRow("a turn is no object", f"turn {number} is {type(turn).__name__}")
+        raise UnusableRow("a turn is not an object", f"turn {number} is {type(turn).__name__}")
     speaker = next((turn[key] for key in SPEAKER_KEYS if turn.get(key)), None)
     if speaker is None:
         keys = ", ".join(map(str, turn))
@@ -216,7 +216,7 @@ def _message(turn: Any, number: int) -> Message:
     role = "assistant" if name in CALLERS else ROLES.get(name)
     if role is None:
         raise UnusableRow(
-            "unknown role",
+            "a turn has an unknown role",
             f"turn {number} is from {speaker!r:.60}; expected human, gpt, system or tool",
         )
     text, thought = _text_of(turn, number)
@@ -233,10 +233,10 @@ def _message(turn: Any, number: int) -> Message:
     for key in message.keys() - {"tool_calls"}:
         kinds = str | int if key == "tool_call_id" else str
         if not isinstance(message[key], kinds):
-            raise UnusableRow("turn is not text", f"turn {number}: {key} is no text")
+            raise UnusableRow("a turn is not text", f"turn {number}: {key} is not text")
     if thought:
         if role != "assistant" or (message.get("reasoning_content") or thought) != thought:
-            raise UnusableRow("a thought in a content cannot be read", f"turn {number}")
+            raise UnusableRow("a thought inside a content cannot be read", f"turn {number}")
         message["reasoning_content"] = thought
     return message
 
@@ -254,7 +254,7 @@ def _text_of(turn: Mapping[str, Any], number: int) -> tuple[str, str]:
         content, thought = _joined_parts(content, number)
     if not isinstance(content, str):
         raise UnusableRow(
-            "turn is not text", f"turn {number} holds {type(content).__name__}; expected text"
+            "a turn is not text", f"turn {number} holds {type(content).__name__}; expected text"
         )
     return content, thought
 
@@ -265,21 +265,23 @@ def _joined_parts(parts: list[Any], number: int) -> tuple[str, str]:
     for part in map(read_object, parts):
         if isinstance(part, str) and len(parts) == 1:
             part = {"text": part}
-        if isinstance(part, str):  # parts of one text, or several answers to choose from
+        if isinstance(part, str):  # they may be parts of one text, or answers to choose from
             raise UnusableRow("a turn holds several texts", f"turn {number} has {len(parts)}")
         kind = str(part.get("type") or "text") if isinstance(part, Mapping) else "text"
         filled = list[str]()
         if isinstance(part, Mapping) and kind in TEXT_PARTS:
             filled = [key for key in TEXT_PARTS if part.get(key) is not None]
         if not filled:
-            raise UnusableRow("turn is not text", f"turn {number} has a part of type {kind!r}")
+            raise UnusableRow("a turn is not text", f"turn {number} has a part of type {kind!r}")
         said = list[str]()
         for key in filled:
             text = part[key]
             if isinstance(text, list):  # Mistral's thought is in parts itself
                 text = "".join(_joined_parts(text, number))
             if not isinstance(text, str):
-                raise UnusableRow("turn is not text", f"turn {number} has a part of type {kind!r}")
+                raise UnusableRow(
+                    "a turn is not text", f"turn {number} has a part of type {kind!r}"
+                )
             if text in said:
                 continue
             said.append(text)
@@ -316,7 +318,7 @@ def _unread_keys(
             filled = [key for key in same if key in values and not is_empty(values[key])]
             for key in filled[1:]:
                 if values[key] != values[filled[0]] and key not in columns:
-                    reason = f'{holder} key "{key}" is not read, as there is "{filled[0]}"'
+                    reason = f'{holder} key "{key}" is not read, since "{filled[0]}" is'
                     unread.add(reason)
     return unread
 
@@ -324,7 +326,7 @@ def _unread_keys(
 def _holders_in(
     turns: list[Any], messages: list[Message]
 ) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
-    """What has keys in the turns: its name, it, and the keys that are read."""
+    """Each message and part in the turns: what it is, its values, and the keys that are read."""
     for turn, message in zip(turns, messages, strict=True):
         yield "message", turn, MESSAGE_KEYS_READ[message["role"]]
         for key in TEXT_KEYS:
@@ -334,7 +336,7 @@ def _holders_in(
 
 
 def _parts_in(content: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of a content, also those of a thought in parts."""
+    """The parts of a content, and the parts of a thought that is itself in parts."""
     for part in map(read_object, content):
         if isinstance(part, Mapping):
             yield part

@@ -1,4 +1,4 @@
-"""The values in a row's columns: what JSON, Arrow and Python write for the same thing."""
+"""The values in a row's columns, which JSON, Arrow and Python write differently."""
 
 import ast
 import json
@@ -8,11 +8,11 @@ from typing import Any
 
 from aerie.configs.errors import UserError
 
-MAX_DEPTH = 100  # of lists and objects in each other; templates write them by recursion
+MAX_DEPTH = 100  # levels of nested lists and objects, which templates write by recursion
 
 
 class UnusableRow(UserError):
-    """Carries a reason, which is counted, and a sentence about this row."""
+    """The error of a row that cannot be used: a reason to count, and a sentence about the row."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(": ".join(filter(None, (reason, sentence))))
@@ -25,14 +25,14 @@ def is_text(value: Any) -> bool:
 
 
 class TwoValues:
-    """Stands for the value of a key that an object has twice; no reader takes it for a value."""
+    """Stands for the two values of a key that an object has twice; every reader refuses it."""
 
     def __repr__(self) -> str:
         return "two values"
 
 
 def object_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The object that has these keys and values."""
+    """The object of these pairs; a key with two different values gets a TwoValues."""
     pairs = list(pairs)
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -43,12 +43,12 @@ def object_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 JSON = json.JSONDecoder(object_pairs_hook=object_of)
-# What the parsers of JSON and of Python raise for a text that is not theirs, or nests too deeply
+# What the parsers of JSON and Python raise for a text that they cannot read.
 NOT_READ = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
 def from_json(value: Any) -> Any:
-    """What a text of JSON holds; anything else as it is."""
+    """The value in a JSON text; any other value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             decoded = json.loads(value)
@@ -57,7 +57,7 @@ def from_json(value: Any) -> Any:
 
 
 def unpacked(value: Any, brackets: tuple[str, ...] = ("[",)) -> Any:
-    """The list in a column, also if it is JSON or, as pandas writes into a CSV cell, Python."""
+    """A column's list, also from a text of JSON or Python (pandas writes Python to CSV)."""
     if isinstance(value, str) and value.lstrip().startswith(brackets):
         for read in (JSON.decode, ast.literal_eval):
             with suppress(*NOT_READ):
@@ -66,12 +66,12 @@ def unpacked(value: Any, brackets: tuple[str, ...] = ("[",)) -> Any:
 
 
 def read_object(value: Any) -> Any:
-    """The object or the list in a text of JSON, as `datasets` writes an item, or of Python."""
+    """An object or a list, also from a text of JSON (`datasets` writes it) or of Python."""
     return unpacked(value, ("[", "{"))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is one of JSON, of at most MAX_DEPTH levels."""
+    """Whether a value is JSON that nests at most MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = list[Any]()
@@ -92,7 +92,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value says nothing; Arrow fills in nulls where another row has a value."""
+    """Whether a value says nothing, such as the nulls that Arrow fills in for missing keys."""
     try:
         if isinstance(value, Mapping):
             return all(map(is_empty, value.values()))

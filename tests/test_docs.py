@@ -49,7 +49,7 @@ FIRST = {
     "compare": "records",
     "check": "index.json",
     "bench": "train the head",
-    "train": "no whole feature cache|no run has made",
+    "train": "not a whole feature cache|no run has made",
     "features": "too few rows to time",
     "run": "no run has made",
     "push": "no measured results",

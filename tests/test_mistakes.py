@@ -43,14 +43,14 @@ run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many
 run {root}/recipe.yaml --confg x => --confg: unknown key; known here: run, target
 run {root}/recipe.yaml --data.conversations a b => b: not an option; overrides look like
 run {root}/recipe.yaml --data.conversations chats
-    => no such file or directory; a data set of the Hub is OWNER/NAME
+    => no such file or directory; write a data set of the Hub as OWNER/NAME
 run {root}/recipe.yaml => none.jsonl: no such file or directory
 run {root}/recipe.yaml --plan --target.chat_template {bad}/latin.jsonl => latin.jsonl: not UTF-8
 status {bad}/nowhere => nowhere: no run
 init => the following arguments are required: --target, --data, --out
 init --target {root}/target --data {bad}/gone.jsonl --out {root}/new.yaml
     => gone.jsonl: no such file
-init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => is there already
+init --target {root}/target --data {root}/rows.jsonl --out {root}/recipe.yaml => exists already
 init --target {root}/target --data {bad}/text.jsonl --out {root}/new.yaml => has keys text; expected
 init --target {bad}/nowhere/x --data {root}/rows.jsonl --out {root}/new.yaml
     => no such target directory
@@ -65,11 +65,11 @@ distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry
     => leave --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
 features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks: must ascend
-features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is no share; write i/n
+features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is not a share; write i/n
 features {recipe} --plan --data.conversations {root}/rows.jsonl --head.kind eagle3
     => need at least 7; name its taps
 features {data} {bad}/numbers.jsonl
-    => no usable conversations: 1 read, 0 kept, 1 skipped; skipped 1 turn is not text
+    => no row is usable; conversations: 1 read, 0 kept, 1 skipped; skipped 1 a turn is not text
 features {data} {bad}/text.jsonl --data.prompt_field a --data.completion_field b
     => has keys text; expected a and b
 features {data} /dev/zero => /dev/zero: a pipe or a device
@@ -90,7 +90,7 @@ bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: ht
 bench {recipe} --plan --bench.rows '[{method: eagle, url: http://x}]'
     => url: unknown key; it belongs to another kind of rows than eagle; leave it out
 generate {recipe} => generate needs either --prompt TEXT
-generate {recipe} --prompt - => --prompt: the prompt is empty, or no text
+generate {recipe} --prompt - => --prompt: the prompt is empty or is no text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target

@@ -42,12 +42,12 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
     --data.max_length 200"""
     text = """
     {init}
-        # answers from http://127.0.0.1:{port}/v1 (at once
-        # hidden states from http://b:1/v1, http://c:1/v1 (at once
+        # answers from http://127.0.0.1:{port}/v1 (start them now
+        # hidden states from http://b:1/v1, http://c:1/v1 (start them now
         --port 1 --dtype float32 --max-model-len 201
     aerie init --target target --data chats.jsonl --out no.yaml --states /shared
         exit 2
-        need --server
+        work only with --server
     aerie init --target target --data chats.jsonl --out no.yaml --server http://a:x/v1
         exit 2
         http://a:x/v1: Port could not be cast
@@ -57,7 +57,7 @@ def test_what_is_requested_wins(port: int, capfd: Any) -> None:
         written: bare.yaml
     {bare} --out no.yaml --distill.server null
         exit 2
-        cannot be null
+        do not set one of them to null
     aerie init --target target --data few.jsonl --out no.yaml --server http://a
         exit 2
         few.jsonl: 2 of 2 rows ask a question
@@ -96,7 +96,7 @@ def test_a_target_that_only_servers_hold(
     tiny.write_rows(Path("chats.jsonl"), questions)
     text = """
     {init}
-        so the run ends with the head
+        so the run ends with the trained head
     aerie run r.yaml --plan
         aerie train
     """
@@ -129,7 +129,7 @@ def test_a_run_asks_for_its_servers_and_goes_on(port: int, capfd: Any) -> None:
     again = """
     aerie run r.yaml
         exit 2
-        gives hidden states, and leaves a file of each answer; start it anew without
+        gives hidden states, and leaves a file for each answer; restart it without
     aerie status run
         distill stopped 0 of 60 rows have ended
     """
@@ -138,7 +138,7 @@ def test_a_run_asks_for_its_servers_and_goes_on(port: int, capfd: Any) -> None:
     text = """
     aerie run r.yaml
         exit 2
-        gives answers, and no states; start it anew:
+        gives answers, but no states; restart it with:
         vllm serve target --port {port} --dtype float32 --max-model-len 48 --disable
     aerie status run
         distill whole

@@ -143,7 +143,7 @@ def test_a_miniature_of_a_longrope_target_is_tried_across_its_original_length(
     target.rope_switch = None  # now a row of 36 tokens changes RoPE for a row of 12 beside it
     with (
         monkeypatch.context() as patch,
-        pytest.raises(UserError, match="beside a longer row of 36 tokens"),
+        pytest.raises(UserError, match="if its batch has a longer row of 36 tokens"),
     ):
         patch.setattr("aerie.data.batches.lengths_to_check", lambda _: {36: 0.0})
         check_padding(target)

@@ -1,7 +1,7 @@
 """Writes hidden states in vLLM's CPU build, which has no CUDA events and no pinned memory.
 
-A vLLM server imports this file from its own environment: it needs torch, vllm and nothing else.
-`aerie.data.servers.states_command` shows how it is named. Made for vLLM 0.32.
+A vLLM server imports this file in its own environment, so the file needs only torch and vllm (made
+for 0.32). `aerie.data.servers.states_command` writes the command line that names it.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ class Copied:
 
 
 class CpuStatesConnector(ExampleHiddenStatesConnector):
-    """Copies a finished request's states out of the cache at once; a thread writes the file."""
+    """Copies a finished request's states out of the KV cache; a thread then writes the file."""
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         if self._kv_cache.is_cuda:
@@ -39,7 +39,7 @@ class CpuStatesConnector(ExampleHiddenStatesConnector):
         slots = (blocks[:, None] * self._block_size + offsets).flatten()  # [blocks * block size]
         states = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
         tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}
-        # The lock was taken before the client learnt the path; the thread frees it.
+        # vLLM took the lock before the client learnt the path; the writing thread frees it.
         lock = self._lock_fds.pop(pending.req_id, None)
         if lock is None and self.use_lock:
             lock = os.open(f"{pending.filename}.lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)

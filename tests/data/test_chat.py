@@ -143,7 +143,7 @@ STRADDLING = (
             "<|im_end|>",
             "Fine.",
             "Fine.<|im_end|>",
-            "the generation prompt's last part",
+            "the end of the generation prompt",
         ),
         # the prompt's last blank joins the answer's first word
         (
@@ -151,14 +151,14 @@ STRADDLING = (
             "</s>",
             "boats are fine",
             " are fine</s>",
-            "a token straddles prompt and answer",
+            "a token that straddles prompt and answer",
         ),
         (
             targets.CHATML,
             "<|im_end|>",
             "Fine.<|im_end|> And more.",
             "Fine.<|im_end|>",
-            "text behind an end-of-turn token that an answer spells",
+            "text after an end-of-turn token that an answer spells out",
         ),
         # base models' EOS: learn up to the answer's last special token
         (
@@ -166,7 +166,7 @@ STRADDLING = (
             "</s>",
             "Fine.",
             "Fine.<|im_end|>",
-            "the answer's end is none of the target's",
+            "the end of an answer without an end-of-turn token",
         ),
     ],
 )
@@ -183,7 +183,7 @@ def test_refused_templates() -> None:
     """Tokenizers and templates that cannot make a mask are refused."""
     rewritten = "the template rewrites what stands before an answer"
     for template, reason in (
-        (targets.NO_SYSTEM, "the chat template refuses it: No system role"),
+        (targets.NO_SYSTEM, "the chat template refuses the messages: No system role"),
         (
             targets.CHATML.replace("<|im_start|>assistant\\n", "bot: "),
             rewritten,
@@ -394,7 +394,7 @@ def test_a_loss_in_calls_one_by_one() -> None:
     template = template.replace("{{ '<|im_start|>' + m", f"{refusal}{{{{ '<|im_start|>' + m")
     messages = calling(call("add", a=1), call("sub"))
     messages[-1] |= {"reasoning_content": "a thought"}
-    with pytest.raises(UnusableRow, match="the chat template refuses it: One call"):
+    with pytest.raises(UnusableRow, match="the chat template refuses the messages: One call"):
         rows_of(template, "<|im_end|>", messages)
 
 

@@ -130,18 +130,18 @@ def test_beside_turns(tmp_path: Path) -> None:
         (
             "gpt=welcome|human=hello|gpt=fine",
             ["hello", "fine"],
-            "began with the assistant; that turn dropped",
+            "dropped the turns before the first question",
         ),
         ("human=hello|gpt=fine|human= |gpt=what", ["hello", "fine"], "cut before an empty turn"),
         (
             "human=hello|gpt=fine|human=more",
             ["hello", "fine"],
-            "turns after the last answer that is learnt cut",
+            "cut after the last answer that is learnt",
         ),
         (
             "human=hello|human=there|gpt=fine",
             ["hello\n\nthere", "fine"],
-            "two turns of the user in a row joined",
+            "joined two turns of the user in a row",
         ),
     ],
 )
@@ -157,16 +157,16 @@ def test_unusable(tmp_path: Path) -> None:
     reasons: dict[str, Any] = {
         "unknown role": {"conversations": turns("human=hello|gtp=fine")},
         "a turn names no speaker": {"conversations": [{"human": "hello", "assistant": "fine"}]},
-        "a turn is no object": {"conversations": [["hello", "fine"]]},
+        "a turn is not an object": {"conversations": [["hello", "fine"]]},
         "a turn has no text": {"messages": [HELLO[0], {"role": "assistant", "message": "fine"}]},
-        "the turns are no list": {"messages": "hello"},
+        "the turns are not a list": {"messages": "hello"},
         "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
         "turn is not text": {
             "messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]
         },
-        "tools are no list": {"messages": HELLO, "tools": "add"},
-        "keys of no known shape": {"stranger": 1},
-        "row is no object": ["hello"],
+        "tools are not a list": {"messages": HELLO, "tools": "add"},
+        "the row has no column that is known": {"stranger": 1},
+        "the row is not an object": ["hello"],
         "token ids and their mask do not fit": {"input_ids": [1, 2], "loss_mask": [1, 2]},
     }
     kept, tally = load(tmp_path, {"messages": HELLO}, *reasons.values())
@@ -329,8 +329,8 @@ def test_second_texts(tmp_path: Path) -> None:
     (conversation,), tally = load(tmp_path, row)
     assert [turn["content"] for turn in conversation.messages] == ["a", "hello", "fine"]
     assert {reason for _, reason in tally.counts} == {
-        'message key "text" is not read, as there is "content"',
-        'row key "system_prompt" is not read, as there is "system"',
+        'message key "text" is not read, since "content" is',
+        'row key "system_prompt" is not read, since "system" is',
     }
 
 

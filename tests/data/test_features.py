@@ -168,7 +168,7 @@ def test_another_recipes_writer(target: Target, plan: CachePlan) -> None:
         lock.acquire(shared=True)
         before = caches.contents(plan.directory)
         with pytest.raises(
-            UserError, match="another process writes another cache there; wait for its end"
+            UserError, match="another process is writing another cache here; wait until it ends"
         ):
             caches.write(target, fewer, overwrite=True)
         assert caches.contents(plan.directory).items() >= before.items()

@@ -133,8 +133,8 @@ def test_what_vllm_would_answer_in_silence(
     """Another tap, another number of taps and another model are refused in a line."""
     other = tiny.target(tmp_path / "other", num_blocks=7, hidden_size=128, seed=1)
     wrong = {
-        "or other ids": (local.recipe, (2, 3, 5)),
-        "gives 4 states of a token": (local.recipe, (2, 3)),
+        "or other state ids": (local.recipe, (2, 3, 5)),
+        "gives 4 states per token": (local.recipe, (2, 3)),
         "another model": (TargetConfig(str(other), dtype="float32"), TAPS),
         "computes in float32": (replace(local.recipe, dtype="bfloat16"), TAPS),
     }

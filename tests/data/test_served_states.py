@@ -107,12 +107,12 @@ def other_model(change: str) -> Any:
 
 
 REFUSED: dict[str, tuple[str, tuple[int, ...], int, str]] = {  # change, ids, room, message
-    "another model": ("all", IDS, 300, "differ by .* from our own forward's: another model"),
+    "another model": ("all", IDS, 300, "differ by .* from our own forward's, so it serves"),
     "other blocks": ("blocks", IDS, 300, "states after .* differ by"),
-    "dtype": ("dtype", IDS, 300, "computes in bfloat16, and the target is float32; .*--dtype fl"),
-    "a missing column": ("", (1, 4), 300, r"gives 2 states of a token, .* \[1, 3, 4\]; start it"),
-    "other ids": ("", (1, 2, 4), 300, "states after 3 blocks differ by .*or other ids"),
-    "no room": ("", IDS, 20, r"room for 20 tokens .*data.max_length to 19, or start it anew: "),
+    "dtype": ("dtype", IDS, 300, "computes in bfloat16, but the target has float32; .*--dtype fl"),
+    "a missing column": ("", (1, 4), 300, r"gives 2 states per token, .* \[1, 3, 4\] are needed"),
+    "other ids": ("", (1, 2, 4), 300, "states after 3 blocks differ by .*or other state ids"),
+    "no room": ("", IDS, 20, r"room for 20 tokens .*data.max_length to 19, or restart it with: "),
 }
 
 
@@ -129,7 +129,7 @@ SERVED_ONLY: dict[str, tuple[str, tuple[int, ...], str]] = {
     "right": ("", (0, *IDS), ""),
     "another model": ("all", (0, *IDS), "states after 0 blocks are not the target's embedding"),
     "another norm": ("norm", (0, *IDS), "its next token is .* another model"),
-    "no embedding": ("", IDS, r"gives 3 states of a token, and the ids are \[0, 1, 3, 4\]"),
+    "no embedding": ("", IDS, r"gives 3 states per token, but \[0, 1, 3, 4\] are needed"),
 }
 
 
@@ -256,7 +256,7 @@ def test_another_folder(
     with StateStandIn(target.model, IDS, tmp_path / "theirs") as server:
         config = StateServersConfig((server.url,), str(tmp_path / "ours"))
         source = ServedStates(config, target.recipe, TAPS, ROWS, plan.directory)
-        tiny.refused("is not there; features.server.states must name", source.__enter__)
+        tiny.refused("has not appeared; features.server.states must name", source.__enter__)
 
 
 def test_one_of_two_answers(target: Target, plan: CachePlan, states: Path) -> None:

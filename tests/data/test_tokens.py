@@ -125,7 +125,7 @@ def test_cutting(
         whole.input_ids[:100],
         whole.turn_ids[:100],
     )
-    assert tally.counts["left out", "tokens behind max_length cut"] == 1
+    assert tally.counts["left out", "tokens after max_length"] == 1
     masks = [[0, 0, 1, 1], [0, 1, 0, 1], [0] * 18 + [1] * 2]
     rows = [{"input_ids": [5] * len(mask), "loss_mask": mask} for mask in masks]
     data, tally = tokenised(tmp_path, rows, max_length=10)
@@ -168,11 +168,11 @@ def test_supervise_all(tmp_path: Path) -> None:
 def test_nothing_to_train_on(tmp_path: Path) -> None:
     """What cannot be trained on is refused with the reasons."""
     refusals: list[tuple[list[Any], dict[str, Any], str]] = [
-        (questions(20), {"min_supervised_share": 0.95}, r"only \d+\.\d+% of .*show command"),
+        (questions(20), {"min_supervised_share": 0.95}, r"only \d+\.\d+% of .*aerie show"),
         (
             [{"input_ids": [65, 66], "loss_mask": [0, 0]}],
             {},
-            r"no conversation to train on; .*two tokens",
+            r"no conversation is left to train on .*two tokens",
         ),
         (questions(3), {"held_out": 0.999999}, "3 rows are held out"),
         (
@@ -248,6 +248,6 @@ def test_mask_token() -> None:
     assert tokens.mask_token(tokenizer, {end}, embedding) == 321
     assert tokens.mask_token(tokenizer, {end}, embedding[:320]) == pad
     with pytest.raises(
-        UserError, match=r"head\.mask_token_id: each of the 320 rows .*; name a token that no"
+        UserError, match=r"head\.mask_token_id: each of the 320 rows .*; set the key to a token"
     ):
         tokens.mask_token(tokenizer, {end, pad}, embedding[:320])

@@ -54,9 +54,9 @@ def spoken(text: str) -> dict[str, Any]:
     return {"conversations": [{"from": name, "value": value} for name, value in turns]}
 
 
-NO_OBJECT = "the arguments of a call are no JSON object"
+NO_OBJECT = "the arguments of a call are not a JSON object"
 SEVERAL_TOOLS = "the row has several sets of tools"
-ODD_THOUGHT = "a thought in a content cannot be read"
+ODD_THOUGHT = "a thought inside a content cannot be read"
 TEXT_PART = {"type": "text", "text": "hello"}
 THOUGHT_PART = {"type": "thinking", "thinking": "deep"}
 TOKENS = {"input_ids": [1, 2], "loss_mask": [0, 1]}
@@ -66,19 +66,22 @@ LEFT_OUT: list[tuple[dict[str, Any], str]] = [
     (called(name="add", arguments='{"a": 1, "a": 2}'), NO_OBJECT),
     (called(name="add", arguments=DEEP), NO_OBJECT),
     (called(name="add", arguments=[1]), NO_OBJECT),
-    (called(name="add", arguments={"a": 1}, parameters={"b": 2}), "a tool call says two things"),
-    (called(name="sub", function=FUNCTION), "a tool call says two things"),
+    (
+        called(name="add", arguments={"a": 1}, parameters={"b": 2}),
+        "a tool call has two names or arguments",
+    ),
+    (called(name="sub", function=FUNCTION), "a tool call has two names or arguments"),
     (called(function=FUNCTION, result="1"), 'call key "result" cannot be read'),
     (answered(tool_calls=[CALL], function_call={"name": "sub"}), "a turn has two sets of calls"),
-    (asked(tool_calls=[CALL]), "a turn that is no answer calls tools"),
-    (asked(function_call=FUNCTION), "a turn that is no answer calls tools"),
-    (spoken("Let me add."), "a call is no JSON"),
+    (asked(tool_calls=[CALL]), "a turn that is not an answer calls tools"),
+    (asked(function_call=FUNCTION), "a turn that is not an answer calls tools"),
+    (spoken("Let me add."), "a call is not JSON"),
     # tools
-    ({"messages": HELLO, "tools": "[" * 3000}, "tools are no list"),
+    ({"messages": HELLO, "tools": "[" * 3000}, "tools are not a list"),
     ({"messages": HELLO, "tools": [TOOL], "functions": [FUNCTION]}, SEVERAL_TOOLS),
     (asked(tools=[TOOL]) | {"tools": [FUNCTION]}, SEVERAL_TOOLS),
     ({"messages": [ASK | {"tools": [TOOL]}, FINE | {"tools": [FUNCTION]}]}, SEVERAL_TOOLS),
-    ({"messages": HELLO, "tools": ['{"name": "add", "name": "sub"}']}, "a tool is no object"),
+    ({"messages": HELLO, "tools": ['{"name": "add", "name": "sub"}']}, "a tool is not an object"),
     # contents
     (asked(content=[TEXT_PART | {"image_url": "a.png"}]), 'part key "image_url" cannot be read'),
     (asked(content=[TEXT_PART | {"weight": 0}]), 'part key "weight" cannot be read'),
@@ -89,16 +92,19 @@ LEFT_OUT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["Q1", "Q2"], "response": "A1"}, "a turn holds several texts"),
     ({"prompt": "Q", "completion": []}, "an empty list of turns"),
     ({"prompt": HELLO[:1], "completion": "[]"}, "an empty list of turns"),
-    ({"instruction": "Sort.", "input": {"k": 1}, "output": "fine"}, 'row key "input" is no text'),
-    ({"instruction": "Sort.", "input": ["3", "1"], "output": "fine"}, 'row key "input" is no text'),
+    ({"instruction": "Sort.", "input": {"k": 1}, "output": "fine"}, 'row key "input" is not text'),
+    (
+        {"instruction": "Sort.", "input": ["3", "1"], "output": "fine"},
+        'row key "input" is not text',
+    ),
     # marks
     ({"prompt": "Q", "completion": "A", "label": False}, "the answer is marked as not desired"),
     ({"messages": HELLO, "kto_tag": "false"}, "the answer is marked as not desired"),
     ({"messages": HELLO, "ignore": True}, "the row is marked as not to be learnt"),
     ({"messages": HELLO, "train": "no"}, "the row is marked as not to be learnt"),
-    ({"messages": HELLO, "train": "never"}, 'row key "train" is no mark that is known'),
-    ({"messages": HELLO, "weight": -1}, 'row key "weight" is no mark that is known'),
-    ({"messages": HELLO, "ignore": 0.5}, 'row key "ignore" is no mark that is known'),
+    ({"messages": HELLO, "train": "never"}, 'the mark in row key "train" is unknown'),
+    ({"messages": HELLO, "weight": -1}, 'the mark in row key "weight" is unknown'),
+    ({"messages": HELLO, "ignore": 0.5}, 'the mark in row key "ignore" is unknown'),
     (TOKENS | {"weight": 0}, "the row is marked as not to be learnt"),
     (TOKENS | {"images": ["a"]}, 'row key "images" cannot be read'),
 ]
@@ -112,8 +118,8 @@ def test_left_out(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
 
 
 COUNTED: list[tuple[dict[str, Any], str]] = [
-    (answered(weight=0.5), 'the mark "weight" is neither 0 nor 1: its answer is learnt as a whole'),
-    (answered(weight="2"), 'the mark "weight" is neither 0 nor 1: its answer is learnt as a whole'),
+    (answered(weight=0.5), 'the mark "weight" is neither 0 nor 1, so its whole answer is learnt'),
+    (answered(weight="2"), 'the mark "weight" is neither 0 nor 1, so its whole answer is learnt'),
     (asked(reasoning_content="deep"), 'message key "reasoning_content" is not read'),
     (asked(name="Ann"), 'message key "name" is not read'),
     (answered(name="Ann"), 'message key "name" is not read'),

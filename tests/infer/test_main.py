@@ -110,7 +110,7 @@ aerie generate {config} --plan --prompts {root}/rows.jsonl --raw
     several turns need the chat template; leave --raw out
 aerie generate {config} --plan --prompts {root}/q.txt
     exit 2
-    q.txt: cannot be read; expected .json
+    q.txt: holds no rows; expected .json
 {ask} --plan --method svip --head {root}/run/heads/medusa
     exit 2
     with a head of kind eagle1 or eagle3

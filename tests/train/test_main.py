@@ -108,7 +108,7 @@ BLOCK = "--features.mode online --head.kind block"
     ("recipe", "words", "said"),
     [
         ("eagle1", "--train.unroll_steps 3", "train.unroll_steps: unknown key"),
-        ("eagle1", "--run nowhere", "nowhere/features: no whole feature cache"),
+        ("eagle1", "--run nowhere", "nowhere/features: is not a whole feature cache"),
         ("eagle1", "--data.max_length 64", "data.max_length: 128 before, 64 now; rebuild with:"),
         (
             "eagle1",
