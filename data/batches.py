@@ -100,9 +100,9 @@ class Batch:
 
 
 def collate(rows: Sequence[BatchRow], numbers: Sequence[int], packed: bool = False) -> Batch:
-    """The rows as one batch, padded or packed; no rows (a process without work): one of padding.
+    """The rows as one batch, padded or packed; numbers: the rows' numbers in the data set.
 
-    numbers: the rows' numbers in the data set.
+    A process without rows gets one row of padding.
     """
     if not rows:
         empty = torch.zeros(1, 2, dtype=torch.long)  # [1, 2]

@@ -97,7 +97,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def one_by_one(conversation: Conversation) -> Conversation | None:
-    """Parallel calls, written one after another with their results; None if a call has no result."""
+    """Parallel calls, given one after another with their results; None if a result is missing."""
     messages = list[Message]()
     context_only = set[int]()
     rest = list(enumerate(conversation.messages))

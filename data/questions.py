@@ -169,7 +169,10 @@ def read_prompts(
             why = "the prompt is empty or is no text" if is_empty else str(error)
             raise UserError(f"{row.source}: {why}") from error
         if raw and (question.before or question.tools or len(question.turns) > 1):
-            raise UserError(f"{row.source}: several turns need the chat template; leave --raw out")
+            raise UserError(
+                f"{row.source}: a system turn, tools or several turns need the chat template; "
+                "leave out --raw"
+            )
         if system_prompt is not None and not raw:
             question = question._replace(before=with_system(question.before, system_prompt))
         prompts.append(question)
