@@ -48,13 +48,19 @@ ROWS_FILE = "rows.parquet"
 # The code that makes the rows. Once it has changed, kept rows are made again.
 CODE = (
     "chat.py",
-    "forms.py",
-    "rendering.py",
     "conversations.py",
-    "turns.py",
+    "forms.py",
+    "inputs.py",
+    "marks.py",
+    "rendering.py",
     "rows.py",
-    "tokens.py",
+    "said.py",
+    "shapes.py",
     "shapes.yaml",
+    "tokens.py",
+    "tools.py",
+    "turns.py",
+    "values.py",
 )
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a corpus must not steer the terminal

@@ -15,6 +15,7 @@ from aerie.data.conversations import Tally
 from aerie.data.tokens import TokenisedData, draft_vocabulary, forced_ids, statistics, tokenize
 from tests import tiny
 from tests.data import chat_targets as targets
+from tests.test_architecture import ROOT, imported
 
 
 def tokenised(
@@ -111,6 +112,15 @@ def test_kept_rows(tmp_path: Path, monkeypatch: Any) -> None:
         "XDG_CACHE_HOME", str(tmp_path / "rows.jsonl")
     )  # a file: no folder can be made in it
     assert times() == 2
+
+
+def test_kept_rows_depend_on_all_code_that_makes_them() -> None:
+    """Each file of data/ that tokens.py imports makes rows, except the one of progress bars."""
+    files = {"tokens.py"}
+    for _ in range(9):  # imports of imports
+        names = {name for file in files for name in imported(ROOT / "data" / file)}
+        files |= {f"{name.split('.')[2]}.py" for name in names if name.startswith("aerie.data.")}
+    assert files - {"progress.py"} == {*tokens.CODE} - {"shapes.yaml"}
 
 
 def test_cutting(

@@ -107,7 +107,7 @@ MISTAKES = """
     needs either --prompt TEXT
 aerie generate {config} --plan --prompts {root}/rows.jsonl --raw
     exit 2
-    several turns need the chat template; leave --raw out
+    a system turn, tools or several turns need the chat template; leave out --raw
 aerie generate {config} --plan --prompts {root}/q.txt
     exit 2
     q.txt: holds no rows; expected .json
