@@ -23,7 +23,7 @@ from aerie.model.target import Target, TargetOutput, family
 Shuffled = TypeVar("Shuffled")
 Prefetched = TypeVar("Prefetched")
 BatchRow = TokenRow | CachedRow
-WINDOW_STEPS = 16  # rows of so many steps are sorted by length together, to save padding
+WINDOW_STEPS = 16  # rows of this many steps are sorted by length together, to save padding
 
 
 # --- batches ------------------------------------------------------------------------------------

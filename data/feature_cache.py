@@ -282,7 +282,7 @@ class FeatureCache(Sequence[CachedRow]):
         if changed := differences(fingerprint, expected or {}):
             raise UserError(
                 f"{directory}: was built with other inputs: {changed}; "
-                f"rebuild it with: {FEATURES_COMMAND} --overwrite"
+                f"rebuild with: {FEATURES_COMMAND} --overwrite"
             )
         return cls(directory, manifest, range(len(manifest.facts["lengths"])))
 

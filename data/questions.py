@@ -29,7 +29,7 @@ QUESTION_COLUMNS = SHAPES["questions"].split()
 # Columns of answers, which a reader of questions leaves alone.
 IDLE_COLUMNS = (*(answer for _, answer in PAIRS), *SHAPES["idle_of_question"].split())
 
-NO_QUESTION = "the question is empty or is no text"
+NO_QUESTION = "the question is empty or is not text"
 
 
 class RowQuestion(NamedTuple):
@@ -166,7 +166,7 @@ def read_prompts(
             question = read_question(row.value, field if has_field else None, last_only=True)
         except UnusableRow as error:
             is_empty = error.reason == NO_QUESTION
-            why = "the prompt is empty or is no text" if is_empty else str(error)
+            why = "the prompt is empty or is not text" if is_empty else str(error)
             raise UserError(f"{row.source}: {why}") from error
         if raw and (question.before or question.tools or len(question.turns) > 1):
             raise UserError(

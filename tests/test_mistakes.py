@@ -62,7 +62,7 @@ distill {recipe} => no section 'distill'
 distill {recipe} --plan --distill.sources '[{path: {bad}/pipe.jsonl}]'
     => pipe.jsonl: a pipe or a device
 distill {recipe} --distill.sources '[{path: {root}/rows.jsonl}]' --merge --retry-failed
-    => leave --retry-failed and
+    => leave out --retry-failed and
 distill {recipe} --distill.sources '[{path: x, ask: problem}]' => ask to personas
 features {recipe} --overwrite --features.after_blocks [2,1] => after_blocks: must ascend
 features {recipe} --overwrite --shard 3/2 => --shard: 3/2 is not a share; write i/n
@@ -90,7 +90,7 @@ bench {recipe} --plan --bench.rows '[{method: vanilla}, {method: served, url: ht
 bench {recipe} --plan --bench.rows '[{method: eagle, url: http://x}]'
     => url: unknown key; it belongs to another kind of rows than eagle; leave it out
 generate {recipe} => generate needs either --prompt TEXT
-generate {recipe} --prompt - => --prompt: the prompt is empty or is no text
+generate {recipe} --prompt - => --prompt: the prompt is empty or is not text
 generate {recipe} --prompts {bad}/pipe.jsonl => pipe.jsonl: a pipe or a device
 generate {recipe} --prompts {bad}/numbers.jsonl => turn 1 holds int
 generate {recipe} --prompt x --target.device_map cuda:7 => cannot load the target

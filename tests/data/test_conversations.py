@@ -155,13 +155,13 @@ def test_mended(tmp_path: Path, text: str, kept: list[str], reason: str) -> None
 def test_unusable(tmp_path: Path) -> None:
     """Unusable rows are skipped and counted."""
     reasons: dict[str, Any] = {
-        "unknown role": {"conversations": turns("human=hello|gtp=fine")},
+        "a turn has an unknown role": {"conversations": turns("human=hello|gtp=fine")},
         "a turn names no speaker": {"conversations": [{"human": "hello", "assistant": "fine"}]},
         "a turn is not an object": {"conversations": [["hello", "fine"]]},
         "a turn has no text": {"messages": [HELLO[0], {"role": "assistant", "message": "fine"}]},
         "the turns are not a list": {"messages": "hello"},
         "no answer to a user's turn": {"conversations": turns("human=hello|gpt=")},
-        "turn is not text": {
+        "a turn is not text": {
             "messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO[1]]
         },
         "tools are not a list": {"messages": HELLO, "tools": "add"},

@@ -50,7 +50,10 @@ def test_foreign_tokens_and_long_texts(tmp_path: Path, capsys: pytest.CaptureFix
         vocab_size=320, hidden_size=32, num_hidden_layers=4, max_position_embeddings=64
     )
     asked = DataConfig(("rows.jsonl",), max_length=100)
-    assert within_context(asked, config).max_length == 64 and "end at 64" in capsys.readouterr().err
+    assert (
+        within_context(asked, config).max_length == 64
+        and "are cut at 64" in capsys.readouterr().err
+    )
     assert within_context(replace(asked, max_length=32), config).max_length == 32
     with pytest.raises(UserError, match="a: row 7: token id 320 is"):
         plan_cache(

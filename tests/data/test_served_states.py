@@ -162,7 +162,7 @@ def test_lost_requests(
         wrong = StateStandIn(target.model, IDS, states, fault=sometimes(fault, 5))
         stack.enter_context(wrong)
         assert write(plan, target.recipe, wrong, right) is not None
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "asked again" in line]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "asked for again" in line]
     assert len(warnings) == 1 and wrong.url.removesuffix("/v1") in warnings[0]
     assert [*states.iterdir()] == []
 

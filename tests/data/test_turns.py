@@ -263,7 +263,7 @@ def test_keys_that_stand_twice(tmp_path: Path) -> None:
     path, tally = tmp_path / "rows.jsonl", Tally()
     path.write_text(f"{json.dumps({'messages': HELLO})}\n{twice}\n")
     assert len(list(load_conversations(DataConfig((str(path),)), tally))) == 1
-    assert tally.counts == {("skipped", "turn is not text"): 1}
+    assert tally.counts == {("skipped", "a turn is not text"): 1}
 
 
 def test_lines_that_nest_too_deeply(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_human_turns_are_asked(
         {"prompt": "Why?", "system": 5},
     ]
     usable = ["Why?", {"turns": None, "question": "a?"}]
-    reasons = ["the question is empty or is no text"] * 4 + ["a system column is not text"]
+    reasons = ["the question is empty or is not text"] * 4 + ["a system column is not text"]
     assert skips(tmp_path, usable + empty) == [None] * 2 + reasons
 
 
@@ -446,7 +446,7 @@ def test_personas(tmp_path: Path) -> None:
     solved, unsolved = made(tmp_path, [row, {"input persona": "A baker"}], kind="personas")
     assert (
         solved.turns[0].startswith("3 hives hold 9 frames each.\n\n")
-        and unsolved.skip == "row has no problem"
+        and unsolved.skip == "the row has no problem"
     )
     near, invented = made(
         tmp_path, [row, {"persona": "A baker"}], (LONG,), kind="personas", ask="problem"
