@@ -167,7 +167,7 @@ def test_a_process_signalled_while_it_loads_is_requeued_and_the_bench_waits_for_
     assert morning.ended("bench")[0] == "done", morning.ended("bench")
     summary = read_json(morning.root / "run/report/summary.json")
     assert [(row["status"], row["prompts"]) for row in summary["rows"]] == [("ok", 2)] * 2
-    assert summary["hardware"]["processes"] == 2
+    assert summary["hardware"]["processes"] == "2"
 
 
 def test_servers_and_training_share_an_allocation(morning: Morning) -> None:
