@@ -180,9 +180,10 @@ def template_variants(patient: Patient) -> dict[str, list[list[int]]]:
     trained = trained_arguments(patient.head)
     if trained is not None:  # the head's files name the arguments
         ways["with the template arguments of training"] = trained
-    for name in sorted(names_read(tokenizer.chat_template).arguments & {*THINKING}):
-        ways["with thinking"] = served.arguments | {name: True}
-        ways["without thinking"] = served.arguments | {name: False}
+    switches = names_read(tokenizer.chat_template).arguments & {*THINKING}
+    if switches:
+        ways["with thinking"] = served.arguments | dict.fromkeys(switches, True)
+        ways["without thinking"] = served.arguments | dict.fromkeys(switches, False)
     variants = {}
     for way, arguments in ways.items():
         bound = bind(copy(tokenizer), RenderConfig(template_arguments=arguments, date=served.date))
