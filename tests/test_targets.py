@@ -199,7 +199,7 @@ def test_a_large_target_is_checked_once_and_again_where_its_weights_change(
     monkeypatch.setattr(check, "_fault", lambda target, form: "is wrong")
     for _ in range(2):  # a refusal is not cached
         tiny.refused(
-            r"LlamaForCausalLM .llama.: is wrong; heads can be",
+            r"LlamaForCausalLM .llama.: is wrong; aerie trains",
             SpeculativeDecoder.from_pretrained,
             Target.load(config),
             method="lookahead",
