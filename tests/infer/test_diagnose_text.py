@@ -18,7 +18,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.infer.diagnose import examine
 from aerie.infer.diagnose.answers import LearntText
 from aerie.infer.diagnose.patient import Patient
-from aerie.infer.diagnose.text import GAP, compare_texts, length_figures
+from aerie.infer.diagnose.text import GAP, compare_texts, length_figures, template_variants
 from aerie.model.checkpoint import save_head
 from aerie.model.target import Target
 from tests import tiny
@@ -112,6 +112,17 @@ def test_the_laws_accept_what_training_counts(kind: str, tmp_path: Path) -> None
         assert not scored.inside.all() and not scored.accept_0[~scored.inside].any()
     else:
         assert scored.inside.all()
+
+
+def test_all_switches_for_thinking_are_turned_at_once(tmp_path: Path) -> None:
+    target = Target.load(TargetConfig(str(tiny.target(tmp_path / "target")), dtype="float32"))
+    save_head(tiny.head(target.vocab.embedding), tmp_path / "head")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template += "{{ 'a' if enable_thinking }}{{ 'b' if thinking }}"
+    patient = Patient(target, tokenizer, str(tmp_path / "head"), prompts(1))
+    variants = template_variants(patient)
+    assert tokenizer.decode(variants["with thinking"][0]).endswith("ab")
+    assert "without thinking" not in variants  # it is what is served
 
 
 def test_mistakes_are_told_before_anything_is_measured(tmp_path: Path, capsys: Any) -> None:
