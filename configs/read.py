@@ -347,7 +347,7 @@ def suggestion(parts: list[str], schema: Any, loc: Sequence[Any] = ()) -> str:
         name = _similar(leaf, here) or _similar(leaf, list(full_names), cutoff=0.8)
     if name:
         return f"did you mean {full_names.get(name, name)!r}?"
-    return f"known here: {', '.join(here)}"
+    return f"known here: {', '.join(here)}" if here else "aerie keys lists the sections"
 
 
 def _similar(word: str, choices: list[str], cutoff: float = 0.6) -> str:

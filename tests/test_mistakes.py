@@ -41,6 +41,7 @@ run {bad}/gone.yaml => gone.yaml: No such file or directory
 run {bad} => bad: Is a directory
 run {root}/recipe.yaml --processes many => --processes: invalid int value: 'many'
 run {root}/recipe.yaml --confg x => --confg: unknown key; known here: run, target
+keys no_section.key => no_section.key: no section or key of a recipe; aerie keys lists
 run {root}/recipe.yaml --data.conversations a b => b: not an option; overrides look like
 run {root}/recipe.yaml --data.conversations chats
     => no such file or directory; write a data set of the Hub as OWNER/NAME
