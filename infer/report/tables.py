@@ -18,6 +18,7 @@ from aerie.model.storage import FILE, read_json
 
 SummaryRows = Sequence[SummaryRow]
 NOTHING = "–"
+AT = " at T "  # in the name of a column: 'tau at T 1'
 RESULTS = re.compile(
     r"(<!-- results (\S+): (.+?) -->\n)(.*?)(<!-- /results -->)", re.DOTALL
 )  # the mark, with run and columns; the table; the end
@@ -237,8 +238,7 @@ def run_results(run: Path, columns: Sequence[str]) -> str:
         for training, words in details["training"]["stopped"].items():
             facts += f" {training}: {words}."
         claims = details["claims"] or {"lines": []}
-        judged = [line for line in claims["lines"] if not line["why"].startswith("Not measured")]
-        verdicts = Counter(line["verdict"] for line in judged).items()
+        verdicts = Counter(line["verdict"] for line in claims["lines"] if line["ours"]).items()
         if verdicts:
             told = ", ".join(f"{verdict} {count}" for verdict, count in verdicts)
             facts += f" Verdicts on the papers' claims: {told}."
@@ -249,10 +249,24 @@ def run_results(run: Path, columns: Sequence[str]) -> str:
             rows += [tuned_cells(measured)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{report}: is damaged; run: aerie report --run {run}") from error
+    if any(AT in column for column in columns):
+        rows = side_by_side(rows)
     text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     for row in rows:
         text += f"| {' | '.join(row.get(name, NOTHING) for name in columns)} |\n"
     return f"{text}\n{facts}\n"
+
+
+def side_by_side(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Rows that differ in T alone as one row, which also has each cell as 'tau at T 1'."""
+    merged: dict[tuple[str, str, int], dict[str, str]] = {}
+    seen: Counter[tuple[str, str, str]] = Counter()  # two heads may have the same method and tree
+    for row in rows:
+        method, tree, temperature = row["method"], row["tree"], row["T"]
+        first = merged.setdefault((method, tree, seen[method, tree, temperature]), dict(row))
+        first |= {f"{name}{AT}{temperature}": cell for name, cell in row.items()}
+        seen[method, tree, temperature] += 1
+    return [*merged.values()]
 
 
 def tuned_cells(measured: Mapping[str, Any]) -> dict[str, str]:
