@@ -233,15 +233,7 @@ def run_results(run: Path, columns: Sequence[str]) -> str:
     summary = read_json(report / "summary.json")
     details = read_json(report / "details.json")
     try:
-        hardware = [f"{key} {value}" for key, value in summary["hardware"].items() if value]
-        facts = f"`{summary['run']}`, commit `{summary['commit']}`: {', '.join(hardware)}."
-        for training, words in details["training"]["stopped"].items():
-            facts += f" {training}: {words}."
-        claims = details["claims"] or {"lines": []}
-        verdicts = Counter(line["verdict"] for line in claims["lines"] if line["ours"]).items()
-        if verdicts:
-            told = ", ".join(f"{verdict} {count}" for verdict, count in verdicts)
-            facts += f" Verdicts on the papers' claims: {told}."
+        facts = facts_line(summary, details)
         table = read_text(report / "table.md").split("\n\n")[0].splitlines()
         names, _, *lines = [line.strip("| ").split(" | ") for line in table]
         rows = [dict(zip(names, cells, strict=True)) for cells in lines]
@@ -255,6 +247,20 @@ def run_results(run: Path, columns: Sequence[str]) -> str:
     for row in rows:
         text += f"| {' | '.join(row.get(name, NOTHING) for name in columns)} |\n"
     return f"{text}\n{facts}\n"
+
+
+def facts_line(summary: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    """The run, its commit and hardware, trainings cut short, and how many claims hold."""
+    hardware = [f"{key} {value}" for key, value in summary["hardware"].items() if value]
+    facts = f"`{summary['run']}`, commit `{summary['commit']}`: {', '.join(hardware)}."
+    for training, words in details["training"]["stopped"].items():
+        facts += f" {training}: {words}."
+    claims = (details["claims"] or {"lines": []})["lines"]
+    verdicts = Counter(line["verdict"] for line in claims if line["ours"])
+    if verdicts:
+        told = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.items())
+        facts += f" Verdicts on the papers' claims: {told}."
+    return facts
 
 
 def side_by_side(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
