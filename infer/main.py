@@ -199,7 +199,9 @@ def _measure_stage(
     command = arguments.command
     spread = recipe.target.device_map
     if world_size() > 1 and spread is not None:
-        raise UserError(f"target.device_map: {spread} takes all GPUs; start one process")
+        raise UserError(
+            f"target.device_map: {spread} spreads the target over all GPUs; start one process"
+        )
     warn_of_lone_process()
     check_sources(section.prompts)
     require_decodable(recipe.target, heads)

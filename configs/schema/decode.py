@@ -117,7 +117,7 @@ class MarginalGainConfig(Section):
     """OPT-Tree stops when a level adds too little expected length."""
 
     rule: Literal["marginal_gain"] = "marginal_gain"
-    threshold: Annotated[Share, Field(lt=1.0)] = key(
+    threshold: Annotated[float, Field(ge=0, lt=1)] = key(
         "the least gain, in expected tokens (its README)", default=0.5
     )
 

@@ -111,5 +111,5 @@ def tau_difference(
     return (
         f"tau {mine:.3f} against {theirs:.3f}: {difference.value:+.3f} "
         f"[{difference.low:+.3f}, {difference.high:+.3f}] "
-        f"(95 %, paired bootstrap over {difference.prompts} prompts)"
+        f"(95 %, paired bootstrap; prompts: {difference.prompts})"
     )

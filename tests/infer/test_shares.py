@@ -175,7 +175,7 @@ def test_servers_and_a_spread_target_take_one_process(
         bench.rows: a measured server must answer nobody else
     aerie tune {words} --plan --{tune}
         exit 2
-        target.device_map: auto takes all GPUs; start one process
+        target.device_map: auto spreads the target over all GPUs; start one process
     """
     quoted = {stage: shlex.quote(change) for stage, change in changes.items()}
     words = f"--config {recipe} --head {recipe.parent}/run/heads/eagle1"

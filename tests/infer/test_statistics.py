@@ -160,7 +160,7 @@ def test_tau_difference() -> None:
     )
     assert low < 0.5 < high and f"[{-high:+.3f}, {-low:+.3f}]" in tau_difference(mixed, [2], [1])
     refused("lacks answers", tau_difference, [*records[:2], answer(2, "c", 2, 1)], [1], [2])
-    assert "+2.000 [-inf, +inf] (95 %, paired bootstrap over 1 prompts)" in tau_difference(
+    assert "+2.000 [-inf, +inf] (95 %, paired bootstrap; prompts: 1)" in tau_difference(
         records[::2], [1], [2]
     )
     refused(
