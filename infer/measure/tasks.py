@@ -147,6 +147,7 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
     data = replace(config.data, system_prompt=None)
     system = config.system_prompt or config.data.system_prompt
     prompts: dict[tuple[str, ...], Prompt] = {}
+    too_long = []  # the places of rows
     for number, row in enumerate(load_conversations(data, Tally()), start=1):
         if row.is_held_out and row.messages:
             question = each_turn(row.messages)
@@ -154,14 +155,19 @@ def _held_out(config: HeldOutPrompts) -> list[Prompt]:
             before = question.before or tuple(system_turns(system))
             texts = [*turns, *(message["content"] for message in question.before)]
             length = sum(map(len, texts)) + len(json.dumps(row.tools or ""))
-            if length <= data.max_length:
-                prompt = Prompt(str(number), "held_out", turns, before, row.tools)
-                prompts.setdefault(turns, prompt)
+            if length > data.max_length:
+                too_long.append(f"conversation {number}")
+                continue
+            prompt = Prompt(str(number), "held_out", turns, before, row.tools)
+            prompts.setdefault(turns, prompt)
         if config.num_prompts is not None and len(prompts) == 2 * config.num_prompts:
             break
+    source = ", ".join(data.conversations)
+    why = "a held-out question has more characters than data.max_length, so it is not asked"
+    tell_unread(source, ((place, [why]) for place in too_long))
     if len(prompts) <= config.part:
         raise UserError(
-            f"{', '.join(data.conversations)}: too few held-out conversations to measure with; "
+            f"{source}: too few held-out conversations to measure with; "
             "raise data.held_out, or name prompts: path, or tasks such as [{name: mt_bench}]"
         )
     return list(prompts.values())[config.part :: 2]

@@ -104,9 +104,7 @@ def test_rows_of_tasks(name: str, row: dict[str, Any], identity: str, turns: obj
     )
 
 
-def test_held_out(
-    tmp_path: Path,
-) -> None:
+def test_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without prompts, stages take what training never sees, and no two take the same."""
     data = DataConfig(
         (str(tiny.write_conversations(tmp_path / "rows.jsonl", 200)),), held_out=0.3, limit=100
@@ -127,6 +125,12 @@ def test_held_out(
         2,
         3,
     }
+    lengths = sorted(len(text) for text in asked | apart)
+    middle = lengths[len(lengths) // 2] + len('""')  # beside the JSON text of no tools
+    shorter = replace(data, max_length=middle)
+    short = load_prompts(HeldOutPrompts(data=shorter, part=0, num_prompts=None))
+    assert 0 < len(short) < len(one)
+    assert "more characters than data.max_length" in capsys.readouterr().err
     tiny.refused(
         "too few held-out conversations to measure with; raise data",
         load_prompts,
