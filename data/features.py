@@ -43,7 +43,8 @@ from aerie.model.storage import (
     remove_temporaries,
     remove_tree,
 )
-from aerie.model.target import Target, context_of, load_config, only_trains, taps_of
+from aerie.model.target import Target
+from aerie.model.target_files import context_of, load_config, only_trains, taps_of
 
 WRITING = ".writing"  # the directory of locks
 

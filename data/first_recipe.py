@@ -28,7 +28,7 @@ from aerie.data.served_recipe import Servers, measuring_prompts, start_lines, wi
 from aerie.data.tokens import tokenize_for_target
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DEFAULT_SIZE
-from aerie.model.target import (
+from aerie.model.target_files import (
     context_of,
     default_taps,
     load_config,

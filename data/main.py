@@ -371,7 +371,7 @@ def try_in_miniature(recipe: Recipe) -> None:
     from aerie.data.batches import check_padding
     from aerie.infer.decode.check import checked_lm
     from aerie.model.miniature import miniature
-    from aerie.model.target import load_config, only_trains
+    from aerie.model.target_files import load_config, only_trains
 
     hf_config = load_config(recipe.target)
     small = miniature(hf_config, recipe.target)
@@ -388,7 +388,7 @@ def try_in_miniature(recipe: Recipe) -> None:
 def rehearse_training(recipe: Recipe) -> None:
     """UserError if the recipe's new head cannot be trained on the target's states."""
     from aerie.model.heads import HEADS
-    from aerie.model.target import load_config, taps_of
+    from aerie.model.target_files import load_config, taps_of
     from aerie.train.rehearsal import planned_config, rehearse_head
 
     # Not tried: a warm start, whose head may need a download, and a draft LM, which reads tokens.

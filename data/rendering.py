@@ -32,7 +32,7 @@ from aerie.model.storage import (
     sound_record,
     write_text,
 )
-from aerie.model.target import load_tokenizer
+from aerie.model.target_files import load_tokenizer
 
 ARGUMENTS = "template_arguments"  # the key of the recipe, and of a head's record
 SENT_AS = "chat_template_kwargs"  # the arguments' key in a request to a server

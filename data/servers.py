@@ -17,7 +17,7 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.configs.schema.recipe import Recipe
 from aerie.data.connector import CONNECTOR
 from aerie.model.storage import template_path
-from aerie.model.target import context_of, load_config, taps_of, weights_size
+from aerie.model.target_files import context_of, load_config, taps_of, weights_size
 
 FITS_BYTES = 4 * 10**9  # of weights; a target up to this size is loaded here to compare states
 USUAL_PORT = 8000  # vLLM's default

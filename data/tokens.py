@@ -40,7 +40,7 @@ from aerie.model.storage import (
     file_digest,
     user_cache,
 )
-from aerie.model.target import target_end_ids
+from aerie.model.target_files import target_end_ids
 
 CONVERSATIONS_PER_CALL = 256  # of the tokenizer
 SLOW_SECONDS = 5.0  # after this time several processes go on, and the rows are kept on disk

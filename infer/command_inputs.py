@@ -71,7 +71,7 @@ def target_of(arguments: Namespace, pairs: Sequence[str] = ()) -> TargetConfig:
 
 def require_decodable(target: TargetConfig, heads: Sequence[str | None]) -> None:
     """UserError if aerie does not decode with this kind of target, or a head has no weights."""
-    from aerie.model.target import load_config, only_trains
+    from aerie.model.target_files import load_config, only_trains
 
     reason = only_trains(load_config(target))
     if reason:

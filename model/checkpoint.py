@@ -24,7 +24,8 @@ from aerie.model.heads.multi_token import MultiTokenHead
 from aerie.model.hub import head_directory
 from aerie.model.layers import FIXED_SCALING, Rotary, fixed_scaling
 from aerie.model.storage import CONFIG, read_json, write_json
-from aerie.model.target import VocabWeights, context_of
+from aerie.model.target_files import context_of
+from aerie.model.vocab_weights import VocabWeights
 
 VOCABULARY_TABLES = ("d2t", "t2d")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

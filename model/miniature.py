@@ -9,7 +9,8 @@ import torch
 
 from aerie.configs.read import read_yaml
 from aerie.configs.schema.heads import TargetConfig
-from aerie.model.target import Target, auto_class, context_of
+from aerie.model.target import Target
+from aerie.model.target_files import auto_class, context_of
 
 PARAMETERS = 8_000_000  # the most that a miniature has
 SHORT = 16  # tokens of a short prompt

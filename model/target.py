@@ -5,82 +5,36 @@ It gives features, logits, and the weights that heads share.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
-from transformers.quantizers import AutoHfQuantizer
-from transformers.utils import cached_file
+from transformers import GenerationConfig, PreTrainedModel
 
 from aerie.configs.errors import UserError, rank, warn
 from aerie.configs.schema.heads import TargetConfig
-from aerie.configs.schema.recipe import Recipe
-from aerie.model.hub import hub_answer, quieten, require_target, weights_digests
-from aerie.model.storage import (
-    TARGET_WEIGHTS,
-    WEIGHTS,
-    digest,
-    first_line,
-    read_json,
-    template_path,
-    weight_map,
+from aerie.model.storage import first_line
+from aerie.model.target_files import (
+    auto_class,
+    fingerprint,
+    load_config,
+    readable,
+    rope_switch,
+    skeleton,
+    source_arguments,
+    stored_tensor,
+    target_end_ids,
+    weights_size,
 )
+from aerie.model.vocab_weights import VocabWeights, final_transform
 
 # Loading a target of more bytes is announced. The check of a target of more parameters is kept
 # (infer/decode/check.py).
 LARGE = 10**8
 # what `Target.difference` tolerates; narrower dtypes: 0.25
 TOLERANCE = {torch.float64: 3e-3, torch.float32: 3e-3, torch.float16: 0.1}
-# The keys of config.json that scale a target's logits, before a softcap.
-FACTORS = ("logit_scale", "output_multiplier")
-DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-# Kinds whose models in transformers leave out the scale of their text part.
-WITHOUT_THE_SCALE = ("aya_vision", "cohere2_vision")
-
-
-@dataclass(frozen=True)
-class VocabWeights:
-    """The target's weights that draft heads share."""
-
-    embedding: Tensor  # [V, D]
-    lm_head: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    scale: float  # a factor of logits (Cohere's logit_scale, 1 / Granite's logits_scaling)
-    softcap: float | None  # cap * tanh(logits / cap) (Gemma)
-    # [D] the weight of the RMS norm that makes last_hidden; only if a recipe starts a head with it
-    final_norm: Tensor | None = None
-
-    def logits(self, last_hidden: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Logits [..., V], or only those of `rows`, from states [..., D] after the final norm."""
-        rows = slice(None) if rows is None else rows
-        weight = self.lm_head[rows]
-        bias = None if self.bias is None else self.bias[rows]
-        out = nn.functional.linear(last_hidden.to(weight.dtype), weight, bias)
-        return transformed(out, self.scale, self.softcap)
-
-    def to(self, device: torch.device | str) -> "VocabWeights":
-        return replace(
-            self,
-            embedding=self.embedding.to(device),
-            lm_head=self.lm_head.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
-        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +116,7 @@ class Target:
         # With the last two settings, the loading info also lists weights of other shapes.
         arguments = {
             "dtype": config.dtype,
-            **_source(config),
+            **source_arguments(config),
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
         }
@@ -178,7 +132,7 @@ class Target:
         end_ids = target_end_ids(
             config
         )  # refuses a damaged generation_config.json, which transformers ignores
-        with _readable(config, "load the target"):
+        with readable(config, "load the target"):
             model, info = auto_class(hf_config).from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)
         for name, value in config.generation.items():
@@ -187,7 +141,7 @@ class Target:
                     f"target.generation: {name} is no setting of transformers' GenerationConfig"
                 )
             setattr(model.generation_config, name, value)
-        with _readable(config, "run the target"):
+        with readable(config, "run the target"):
             if config.device_map is None and device is not None:
                 model = model.to(device)
             target = cls(model, config)
@@ -276,28 +230,27 @@ def require_whole(model: PreTrainedModel, info: Mapping[str, Any], path: str) ->
         )
 
 
+def _vocab_layers(model: Any, path: str) -> tuple[Any, Any]:
+    """The embedding and the LM head of a model's text part."""
+    try:
+        layers = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:
+        layers = None, None
+    if None in layers:
+        raise UserError(
+            f"{path}: transformers finds no embedding or no LM head in {family(model)}; "
+            "name the checkpoint of its text model"
+        )
+    return layers
+
+
+def _decoder(model: Any) -> Any:
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder  # Llama 4 names no decoder
+
+
 def family(model: Any) -> str:
     return f"{type(model).__name__} ({model.config.model_type})"
-
-
-def transformed(out: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The LM head's outputs after the target's scale and softcap."""
-    if scale != 1.0:
-        out = out * scale
-    return out if softcap is None else torch.tanh(out / softcap) * softcap
-
-
-def final_transform(config: Any) -> tuple[float, float | None]:
-    """(scale, softcap) of the logits of a model with this config."""
-    text_config = config.get_text_config()
-    scale = 1.0
-    if config.model_type not in WITHOUT_THE_SCALE:
-        for factor in FACTORS:
-            scale *= float(getattr(text_config, factor, None) or 1.0)
-        for divisor in DIVISORS:
-            scale /= float(getattr(text_config, divisor, None) or 1.0)
-    softcap = getattr(text_config, "final_logit_softcapping", None)
-    return scale, None if softcap is None else float(softcap)
 
 
 def local_device() -> str:
@@ -306,144 +259,7 @@ def local_device() -> str:
     return gpu if torch.cuda.is_available() else "cpu"
 
 
-def weights_size(config: TargetConfig) -> int:
-    """Bytes of the weights, downloaded or not; 0 if unknown."""
-    directory, revision = Path(config.path), config.revision
-    if directory.is_dir():
-        files = [*directory.glob("model*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
-        return sum(file.stat().st_size for file in files)
-    with suppress(OSError):  # fails if the weights are several files
-        return int(hf_hub_download(config.path, WEIGHTS, revision=revision, dry_run=True).file_size)
-    with suppress(OSError, UserError, LookupError):
-        index = hf_hub_download(config.path, f"{WEIGHTS}.index.json", revision=revision)
-        return int(read_json(Path(index))["metadata"]["total_size"])
-    return 0
-
-
-def load_config(config: TargetConfig) -> Any:
-    """transformers' configuration; UserError also if a local target's weights are missing."""
-    quieten()
-    with _readable(config, "read the target's configuration"):
-        hf_config = AutoConfig.from_pretrained(config.path, **_source(config))
-        for part in (hf_config, hf_config.get_text_config()):
-            settings = getattr(part, "quantization_config", None)
-            # transformers skips a quantisation that it does not know.
-            if isinstance(settings, dict) and not AutoHfQuantizer.supports_quant_method(settings):
-                raise ValueError(
-                    f"quantization_config: quant_method {settings.get('quant_method')!r} "
-                    "is not known"
-                )
-    if not Path(config.path).is_dir():
-        return hf_config
-    # A local target must have weights, and no truncated file.
-    names, _ = weight_files(config)
-    if not names:
-        raise UserError(
-            f"{config.path}: holds no weights; fetch {WEIGHTS}, or its shards and their index"
-        )
-    for name in names:
-        if not name.endswith(".bin"):
-            with _readable(config, f"read {name}"):
-                safe_open(Path(config.path, name), framework="pt")
-    return hf_config
-
-
-def auto_class(hf_config: Any) -> Any:
-    """The class that builds the model: a causal LM, else one that also reads images or sound."""
-    kind = type(hf_config)
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(hf_config, "auto_map", None):
-        return AutoModelForCausalLM
-    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM
-    if hasattr(hf_config, "vision_config") or hasattr(hf_config, "audio_config"):
-        raise UserError(
-            f"{hf_config.model_type} reads images or sound, and transformers builds no model of it "
-            "with a text part; name the checkpoint of its text model"
-        )
-    return AutoModelForCausalLM
-
-
-def only_trains(hf_config: Any) -> str | None:
-    """A sentence if some layers are not plain attention (recurrent ones), else None."""
-    text = hf_config.get_text_config()
-    kinds = {*(getattr(text, "layer_types", None) or [])} | {text.model_type} & {"rwkv", "xlstm"}
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    if not others:
-        return None
-    return (
-        f"{text.model_type} has {others} layers, and drafts need plain attention: "
-        "heads can be trained and exported for it, but aerie does not decode with it"
-    )
-
-
-def context_of(text_config: Any) -> int | None:
-    """How many tokens the target can read; None: not known."""
-    mpt = getattr(text_config, "max_seq_len", None)
-    return getattr(text_config, "max_position_embeddings", None) or mpt
-
-
-def rope_switch(text_config: Any) -> int | None:
-    """The position of LongRoPE's switch; None: the target has no LongRoPE.
-
-    A forward that reaches this position rotates all its rows by other factors.
-    """
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    for part in (parameters, *parameters.values()):
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            return int(part["original_max_position_embeddings"])
-    return None
-
-
-def load_tokenizer(config: TargetConfig) -> Any:
-    with _readable(config, "load the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(config.path, **_source(config))
-    if config.chat_template is not None:
-        with _readable(config, f"read target.chat_template {config.chat_template}"):
-            tokenizer.chat_template = template_path(config.chat_template).read_text("utf-8")
-    return tokenizer
-
-
-def target_end_ids(config: TargetConfig, tokenizer: Any = None) -> set[int]:
-    """EOS ids of the tokenizer, if given, and of the generation config, if there is one."""
-    ids = {getattr(tokenizer, "eos_token_id", None)}
-    with _readable(config, "read generation_config.json"):
-        if _file(config, "generation_config.json") is not None:
-            generation = GenerationConfig.from_pretrained(config.path, revision=config.revision)
-            stops = generation.eos_token_id
-            ids.update(stops if isinstance(stops, list) else [stops])
-        return {int(number) for number in ids if number is not None}
-
-
-def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
-    """The names of the files that transformers reads, and of each tensor's shard, if any."""
-    with _readable(config, "find the weights"):
-        for name in TARGET_WEIGHTS:
-            path = _file(config, name)
-            if path is not None and path.suffix == ".json":
-                shards = weight_map(path)
-                return sorted(set(shards.values())), shards
-            if path is not None:
-                return [path.name], {}
-        return [], {}
-
-
-def _file(config: TargetConfig, name: str) -> Path | None:
-    local = Path(config.path, name)
-    if os.path.lexists(local) and not local.is_file():
-        raise UserError(f"{local}: is no regular file, or a broken link; fetch it again")
-    path = cached_file(
-        config.path, name, revision=config.revision, _raise_exceptions_for_missing_entries=False
-    )
-    return None if path is None else Path(path)
-
-
-def skeleton(config: TargetConfig) -> Any:
-    """The target's model on the meta device: shapes without weights."""
-    with _readable(config, "build the target"), torch.device("meta"):
-        hf_config = load_config(config)
-        return auto_class(hf_config).from_config(
-            hf_config, trust_remote_code=config.trust_remote_code
-        )
+# --- parts of a target: its blocks are read only if they must be ----------------------------------
 
 
 def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
@@ -480,23 +296,11 @@ def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     stored: dict[str, Tensor] = {}
     for role, weight in weights.items():
-        tensor = _stored(config, names[id(weight)])
+        tensor = stored_tensor(config, names[id(weight)])
         if tensor is None or tensor.shape != weight.shape:
             return None
         stored[role] = tensor
     return stored
-
-
-def _stored(config: TargetConfig, name: str) -> Tensor | None:
-    """The tensor with this name, if a safetensors file has it."""
-    _, shards = weight_files(config)
-    with _readable(config, "load the target"):
-        file = _file(config, shards.get(name, WEIGHTS))
-        if file is not None and file.suffix == ".safetensors":
-            with safe_open(str(file), framework="pt") as handle:
-                if name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                    return handle.get_tensor(name).clone()
-    return None
 
 
 @torch.no_grad()
@@ -523,7 +327,7 @@ def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
 
     model: without weights.
     """
-    with _readable(config, "read the final norm"):
+    with readable(config, "read the final norm"):
         width = model.get_input_embeddings().weight.shape[1]
         norms = [
             name
@@ -535,7 +339,7 @@ def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
         norm: nn.Module = getattr(_decoder(model), norms[-1])  # if there are several, the last
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         weights = {
-            role: _stored(config, names[id(parameter)])
+            role: stored_tensor(config, names[id(parameter)])
             for role, parameter in norm.named_parameters()
         }
         if any(weight is None for weight in weights.values()):  # another format, or other names
@@ -574,130 +378,3 @@ def load_shell(config: TargetConfig) -> TargetShell:
     if norm is None:
         raise UserError(f"{config.path}: {family(model)} has no norm after its blocks")
     return TargetShell(config, text_config, vocab, norm.to(vocab.lm_head.dtype))
-
-
-def fingerprint(config: TargetConfig, text_config: Any, vocab: VocabWeights) -> str:
-    """A digest of sizes and of the weights' files; of sampled weights, if there are no files."""
-    names: list[str] = []
-    with suppress(UserError):  # a model that the caller loaded may have no files
-        names, _ = weight_files(config)
-    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    sizes = {key: getattr(text_config, key, None) for key in keys}
-    if names:
-        files = sorted(weights_digests(config.path, config.revision, names))
-        return f"sha256:{digest([sizes, files])}"
-    numbers = torch.stack([vocab.embedding, vocab.lm_head]).flatten()
-    return digest([sizes, numbers[:: max(1, len(numbers) // 128)].float().tolist()])
-
-
-def other_weights(
-    recorded: str | None, config: TargetConfig, text_config: Any, vocab: VocabWeights
-) -> str | None:
-    """A sentence if a head or cache records another target than config's, else None."""
-    if recorded is None:
-        return None
-    known = fingerprint(config, text_config, vocab)
-    # A model without files cannot be compared with a record of files.
-    if recorded == known or (":" in recorded and ":" not in known):
-        return None
-    return (
-        f"was made for a target with other weight files than {config.path} "
-        f"(fingerprint {recorded}, not {known})"
-    )
-
-
-def default_taps(num_blocks: int) -> tuple[int, ...] | None:
-    """EAGLE-3's low, middle and high taps; None: too few blocks."""
-    return (2, num_blocks // 2, num_blocks - 3) if num_blocks >= 7 else None
-
-
-def taps_of(recipe: Recipe, num_blocks: int) -> tuple[int, ...]:
-    """The recipe's taps; by default EAGLE-3's, or none for kinds that read none."""
-    path, taps = recipe.target.path, recipe.features.after_blocks
-    if taps is None:
-        taps = default_taps(num_blocks) if recipe.head.reads_taps else ()
-    if taps is None:
-        raise UserError(
-            f"{path}: has {num_blocks} blocks, "
-            "and the default taps (2, n//2, n-3) need at least 7; "
-            "name its taps in features.after_blocks"
-        )
-    if recipe.head.reads_taps and not taps:
-        raise UserError(
-            f"features.after_blocks is empty: head {recipe.head.kind} needs at least one tap; "
-            "leave the key out"
-        )
-    if max(taps, default=0) >= num_blocks:
-        raise UserError(
-            f"features.after_blocks: {max(taps)} is no tap of {path}, which has {num_blocks} "
-            f"blocks; name taps up to {num_blocks - 1}"
-        )
-    return taps
-
-
-def require_same_token_ids(
-    draft: Mapping[str, int], target: Mapping[str, int], num_rows: int, draft_name: str, name: str
-) -> None:
-    """UserError unless a draft LM with num_rows embeddings reads token ids as the target does.
-
-    name: the target's.
-    """
-    tokens = {number: token for token, number in target.items()}
-    fix = "choose a draft LM with the target's tokenizer"
-    for token, number in draft.items():
-        if target.get(token, number) != number or tokens.get(number, token) != token:
-            raise UserError(
-                f"{draft_name}: token {token!r} has id {number} in its tokenizer, "
-                f"and another in that of {name}; {fix}"
-            )
-    if max(tokens, default=0) >= num_rows:
-        raise UserError(
-            f"{draft_name}: has {num_rows:,} token embeddings, "
-            f"and {name} has tokens beyond them; {fix}"
-        )
-
-
-def _vocab_layers(model: Any, path: str) -> tuple[Any, Any]:
-    """The embedding and the LM head of a model's text part."""
-    try:
-        layers = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:
-        layers = None, None
-    if None in layers:
-        raise UserError(
-            f"{path}: transformers finds no embedding or no LM head in {family(model)}; "
-            "name the checkpoint of its text model"
-        )
-    return layers
-
-
-def _decoder(model: Any) -> Any:
-    decoder = model.get_decoder()
-    return model.model if decoder is model else decoder  # Llama 4 names no decoder
-
-
-def _source(config: TargetConfig) -> dict[str, Any]:
-    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-
-
-@contextmanager
-def _readable(config: TargetConfig, what: str) -> Iterator[None]:
-    """Turns whatever a library raises into a UserError: files can be broken in any way."""
-    require_target(config.path)
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        text = first_line(error)
-        if not isinstance(error, OSError | ValueError | ImportError | SafetensorError):
-            text = f"{type(error).__name__}: {text}"
-        why = hub_answer(error) or f"cannot {what}: {text}"
-        if "trust_remote_code" in str(error):
-            why = "has code of its own; read the code, then add --target.trust_remote_code true"
-        elif "config.json" in text and "JSON file" not in text:
-            why += (
-                " (a target must be a whole model: merge a LoRA adapter into its model first; "
-                "GGUF is not read)"
-            )
-        raise UserError(f"{config.path}: {why}") from error

@@ -46,7 +46,8 @@ from aerie.infer.measure.generate import copy_speed, cycle_work
 from aerie.model.checkpoint import new_head
 from aerie.model.heads import DRAFT_MODELS
 from aerie.model.heads.eagle import DraftVocabulary
-from aerie.model.target import Target, default_taps
+from aerie.model.target import Target
+from aerie.model.target_files import default_taps
 from aerie.train import costs, processes
 from aerie.train.optimizers import build_optimizers
 from aerie.train.workload import Load

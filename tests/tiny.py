@@ -31,7 +31,7 @@ from aerie.model.heads.eagle import (
     Eagle3Config,
     Eagle3Head,
 )
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 
 torch.set_num_threads(1)  # tests run beside other work
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from aerie.configs.schema.heads import BlockTrain
 from aerie.data.batches import Batch
 from aerie.model.heads.block import BlockHead
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 from aerie.train import losses
 from aerie.train.losses import Piece, SumsAndCounts
 from aerie.train.objectives import Objective, StepOutput, label_and_law_terms

@@ -21,10 +21,11 @@ from aerie.data.features import check_rows, within_context
 from aerie.data.inputs import FEATURES_COMMAND
 from aerie.data.rendering import facts_of, recipe_tokenizer
 from aerie.data.served_states import ServedRows, ServedStates
-from aerie.model import target as targets
+from aerie.model import target_files
 from aerie.model.checkpoint import new_head, position_warnings, rope_notes, save_head
 from aerie.model.heads import DRAFT_MODELS, HEADS
-from aerie.model.target import VocabWeights
+from aerie.model.target import Target, final_norm, load_vocab, local_device
+from aerie.model.vocab_weights import VocabWeights
 from aerie.train import lm
 from aerie.train.objectives import Objective
 from aerie.train.resume import (
@@ -62,7 +63,7 @@ class Job:
     metrics: Path
     save: Callable[..., None]  # (head with complete weights, directory, **facts)
     features: Callable[[Batch], Batch] | None = None  # adds the target's states; None if cached
-    target: targets.Target | None = None  # if training needs its blocks, too
+    target: Target | None = None  # if training needs its blocks, too
     trunk: Any = None  # in a plan, the target without weights, if training would load it
     overwrite: bool = False
     servers: ServedStates | None = None  # a context manager: servers that give the rows' states
@@ -93,7 +94,7 @@ class Source:
     text_config: Any = None
     vocab: Any = None  # VocabWeights
     taps: tuple[int, ...] = ()
-    model: targets.Target | None = None  # with its blocks, if training runs them
+    model: Target | None = None  # with its blocks, if training runs them
 
 
 def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = False) -> Job:
@@ -119,7 +120,7 @@ def build_job(recipe: Recipe, output: Path, overwrite: bool, is_plan: bool = Fal
         save=save,
         features=features,
         target=source.model,
-        trunk=targets.skeleton(recipe.target) if is_plan and runs_target(recipe) else None,
+        trunk=target_files.skeleton(recipe.target) if is_plan and runs_target(recipe) else None,
         overwrite=overwrite,
         servers=servers,
     )
@@ -134,7 +135,7 @@ def _check_launch(recipe: Recipe) -> None:
 
 def _read_target(recipe: Recipe, is_plan: bool) -> Source:
     tokenizer = recipe_tokenizer(recipe.target, recipe.data)
-    source = Source(tokenizer, targets.target_end_ids(recipe.target, tokenizer))
+    source = Source(tokenizer, target_files.target_end_ids(recipe.target, tokenizer))
     if not needs_target(recipe):
         return source
     model = None
@@ -144,12 +145,12 @@ def _read_target(recipe: Recipe, is_plan: bool) -> Source:
             "start one process"
         )
     if runs_target(recipe) and not is_plan:
-        model = targets.Target.load(recipe.target, targets.local_device())
+        model = Target.load(recipe.target, local_device())
         text_config, vocab = model.config, model.vocab
     else:
-        text_config, vocab = targets.load_vocab(recipe.target)
+        text_config, vocab = load_vocab(recipe.target)
     # Checking taps needs the number of blocks, so a wrong tap shows only now.
-    taps = targets.taps_of(recipe, text_config.num_hidden_layers)
+    taps = target_files.taps_of(recipe, text_config.num_hidden_layers)
     return replace(source, text_config=text_config, vocab=vocab, taps=taps, model=model)
 
 
@@ -165,7 +166,7 @@ def _read_cache(recipe: Recipe, source: Source) -> Rows:
         },
     )
     # The cache fits only the weights with which it was built, whatever their path.
-    difference = targets.other_weights(
+    difference = target_files.other_weights(
         cache.fingerprint["target"], recipe.target, source.text_config, source.vocab
     )
     if difference:
@@ -297,7 +298,7 @@ def _build_head(recipe: Recipe, source: Source, rows: Rows) -> Trained:
         for sentence in lines:
             print(sentence, flush=True)
     # (3) what is saved beside the weights, so that a loader can refuse another target
-    fingerprint = targets.fingerprint(recipe.target, source.text_config, vocab)
+    fingerprint = target_files.fingerprint(recipe.target, source.text_config, vocab)
     known: dict[str, Any] = {"draft_vocabulary": facts} if facts else {}
     known |= facts_of(recipe.data)
     return objective, partial(
@@ -312,13 +313,13 @@ def _complete_section(recipe: Recipe, source: Source) -> tuple[Any, VocabWeights
     vocab = source.vocab
     if getattr(section, "norm_init", None) == "target":
         # Read separately, because no other start needs this weight.
-        vocab = replace(vocab, final_norm=targets.final_norm(recipe.target))
+        vocab = replace(vocab, final_norm=final_norm(recipe.target))
     if getattr(section, "mask_token_id", 0) is None:
         mask = tokens.mask_token(source.tokenizer, source.end_ids, vocab.embedding)
         section = replace(section, mask_token_id=mask)
     # A draft goes on behind the longest row, so RoPE must cover its positions, too.
     if section.max_position_embeddings is None:
-        context = targets.context_of(source.text_config) or 0
+        context = target_files.context_of(source.text_config) or 0
         positions = max(context, sum(_needed_positions(recipe, source)))
         section = replace(section, max_position_embeddings=positions)
     return section, vocab
@@ -328,7 +329,7 @@ def _needed_positions(recipe: Recipe, source: Source) -> tuple[int, int]:
     """The positions of the longest row, and those of a draft behind its last token."""
     # The recipe and the target limit a row's length.
     max_length = recipe.data.max_length
-    length = min(max_length, targets.context_of(source.text_config) or max_length)
+    length = min(max_length, target_files.context_of(source.text_config) or max_length)
     positions_ahead = DRAFT_MODELS[recipe.head.kind].positions_ahead
     if positions_ahead is None or recipe.tree is None:
         return length, 0

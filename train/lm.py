@@ -13,8 +13,9 @@ from aerie.configs.errors import UserError
 from aerie.configs.read import as_dict
 from aerie.configs.schema.heads import DraftLMSection, DraftLMTrain, TargetConfig
 from aerie.data.batches import Batch
-from aerie.model import target as targets
-from aerie.model.target import Target, VocabWeights, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import load_tokenizer, only_trains, require_same_token_ids
+from aerie.model.vocab_weights import VocabWeights, final_transform, transformed
 from aerie.train import losses
 from aerie.train.losses import Piece, SumsAndCounts, argmax_in_chunks
 from aerie.train.objectives import Objective, StepOutput, chosen_after, shifted
@@ -92,7 +93,7 @@ class LMObjective(Objective):
     def logits(self, states: Tensor) -> Tensor:
         """Logits [S, num_columns] of states [S, D], with the LM's own scale and softcap."""
         logits = self.head.get_output_embeddings()(states)
-        logits = targets.transformed(logits, *targets.final_transform(self.config))
+        logits = transformed(logits, *final_transform(self.config))
         return logits[:, : self.num_columns]
 
     def measure(self, batch: Batch) -> SumsAndCounts:
@@ -152,11 +153,11 @@ def _load_causal_lm(path: str, tokenizer: Any) -> Any:
     tokenizer."""
     source = TargetConfig(path, dtype="float32")
     lm: Any = Target.load(source).model  # with the checks of drafting; this also freezes it
-    if why := targets.only_trains(lm.config):
+    if why := only_trains(lm.config):
         raise UserError(f"{path}: {why}")
     token_ids = load_tokenizer(source).get_vocab()
     num_rows = lm.get_input_embeddings().weight.shape[0]
-    targets.require_same_token_ids(token_ids, tokenizer.get_vocab(), num_rows, path, "the target")
+    require_same_token_ids(token_ids, tokenizer.get_vocab(), num_rows, path, "the target")
     return lm.requires_grad_(True).train()
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aerie.configs.errors import world_size
 from aerie.configs.schema.heads import LossName, TrainConfig
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 
 SumsAndCounts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count) of a mean
 P = TypeVar("P")  # a piece: some of the slots, with what is known about them

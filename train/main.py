@@ -220,7 +220,7 @@ def _held_out_prompts(recipe: Recipe, job: "Job") -> list[list[int]]:
     for them and for an answer; UserError if no prompt fits."""
     import torch
 
-    from aerie.model.target import context_of
+    from aerie.model.target_files import context_of
 
     target: Any = job.target
     settings: Any = recipe.train

@@ -19,8 +19,8 @@ from aerie.configs.schema.heads import Eagle1Train, Eagle3Train, MultiTokenTrain
 from aerie.data.batches import Batch, keyed_generator
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head
 from aerie.model.heads.multi_token import HydraHead, MedusaHead
-from aerie.model.target import VocabWeights
 from aerie.model.unrolled_attention import UnrollMemory
+from aerie.model.vocab_weights import VocabWeights
 from aerie.train import losses
 from aerie.train.losses import Piece, SumsAndCounts, argmax_in_chunks
 from aerie.train.workload import (

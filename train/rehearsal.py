@@ -11,7 +11,7 @@ from aerie.data.batches import Batch
 from aerie.model.checkpoint import config_for
 from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.storage import first_line
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 from aerie.train.objectives import Objective
 
 TOKENS, WIDTH, VOCABULARY = 40, 32, 64  # of the miniature's row and head

@@ -47,7 +47,7 @@ from aerie.data.shapes import Message
 from aerie.data.values import UnusableRow
 from aerie.model import storage
 from aerie.model.storage import Lock, Manifest, Stage
-from aerie.model.target import target_end_ids
+from aerie.model.target_files import target_end_ids
 
 # of a row in a journal
 JOURNAL_LINE = re.compile(rb'\{"id": "([\w:.-]+)", "status": "(done|skipped|failed)", .*\}\n')

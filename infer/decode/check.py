@@ -15,7 +15,8 @@ from aerie.infer.decode.tree import ancestors
 from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import SHORT, lengths_to_check, miniature
 from aerie.model.storage import digest, file_digest, first_line, user_cache, write_json
-from aerie.model.target import LARGE, Target, family, only_trains
+from aerie.model.target import LARGE, Target, family
+from aerie.model.target_files import only_trains
 
 Form = Literal["tree", "chain"]
 MOST_COPIED = 10**9  # parameters; a larger target is not copied in float32

@@ -27,7 +27,8 @@ from aerie.model.heads.block import BlockForward, BlockHead
 from aerie.model.heads.eagle import Eagle1Head, Eagle3Head, EagleForward
 from aerie.model.hub import head_directory, require_whole_weights
 from aerie.model.kv_cache import KeptRows, KeyValueCache
-from aerie.model.target import Target, context_of, load_tokenizer, require_same_token_ids
+from aerie.model.target import Target
+from aerie.model.target_files import context_of, load_tokenizer, require_same_token_ids
 
 
 class LayeredDrafter(Drafter):

@@ -29,7 +29,8 @@ from aerie.infer.decode.runners import CyclePlan, EagerRunner, Runners, bucket
 from aerie.infer.decode.sampling import HONOURED, Decoding, Sampler, resolve
 from aerie.infer.decode.verify import read, rule_of
 from aerie.model.kv_cache import KeptRows
-from aerie.model.target import Target, context_of, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import context_of, load_tokenizer
 
 # The most tokens of a prompt that one forward reads: its mask has a column for each token so far.
 CHUNK = 2048

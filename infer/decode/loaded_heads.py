@@ -10,11 +10,8 @@ from aerie.infer.decode.sampling import token_ids
 from aerie.model.checkpoint import check_sizes, head_facts, load_head, position_warnings
 from aerie.model.heads import DRAFT_MODELS, Head
 from aerie.model.heads.eagle import Eagle3Head
-from aerie.model.target import (
-    Target,
-    default_taps,
-    other_weights,
-)
+from aerie.model.target import Target
+from aerie.model.target_files import default_taps, other_weights
 
 
 class LoadedHeads:

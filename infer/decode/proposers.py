@@ -34,7 +34,7 @@ from aerie.infer.decode.sampling import Decoding, Sampler
 from aerie.infer.decode.shape import make_shape
 from aerie.infer.decode.tree import Path, Tree, ancestors, root_only
 from aerie.model.kv_cache import KeptRows
-from aerie.model.target import context_of
+from aerie.model.target_files import context_of
 
 
 def make_proposer(heads: LoadedHeads, row: MethodConfig, head: str | None) -> Proposer | None:

@@ -29,7 +29,9 @@ from aerie.infer.measure.server import Server
 from aerie.infer.measure.tasks import Prompt, encode_turn
 from aerie.model.checkpoint import head_facts, is_targets, save_head
 from aerie.model.heads import DRAFT_MODELS
-from aerie.model.target import Target, VocabWeights, context_of, target_end_ids
+from aerie.model.target import Target
+from aerie.model.target_files import context_of, target_end_ids
+from aerie.model.vocab_weights import VocabWeights
 
 ROOM = 32  # tokens that a prompt leaves for its answer and other ways to render it
 MOST_TRAINED = 2000  # conversations read from the head's training data

@@ -19,7 +19,9 @@ from aerie.infer.measure.bootstrap import Estimate, estimate
 from aerie.model.checkpoint import rope_of
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import EMBEDDING, DraftVocabulary
-from aerie.model.target import Target, VocabWeights, default_taps
+from aerie.model.target import Target
+from aerie.model.target_files import default_taps
+from aerie.model.vocab_weights import VocabWeights
 
 # options that a file may have wrong -> the family of readings in verdict.yaml
 FLAGS = {

@@ -29,7 +29,7 @@ from aerie.infer.measure.statistics import FloatArray
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import head_facts
 from aerie.model.formats.content import TargetFacts
-from aerie.model.target import load_config, other_weights
+from aerie.model.target_files import load_config, other_weights
 
 CLASSES = 8  # classes of tokens, by the target's entropy
 TEXT_LENGTHS = tuple(2**power for power in range(3, 24))  # at which acceptance may fall

@@ -75,7 +75,8 @@ from aerie.model.storage import (
     write_json,
     write_text,
 )
-from aerie.model.target import Target, context_of, local_device
+from aerie.model.target import Target, local_device
+from aerie.model.target_files import context_of
 
 CYCLES = "cycles.jsonl"
 JOB = "job.json"

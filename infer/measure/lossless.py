@@ -40,7 +40,8 @@ from aerie.infer.measure.tree_shape import aligned
 from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import write_json
-from aerie.model.target import Target, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import load_tokenizer
 
 ALPHA = 1e-3  # the chance that a proof fails by bad luck, over all its p-values (Bonferroni)
 MIN_DRAWS = 200  # with fewer draws the chi-square test has hardly a cell

@@ -17,14 +17,9 @@ from aerie.model.heads import HEADS, AnyConfig
 from aerie.model.heads.eagle import TAP_CONVENTION, Eagle1Config, Eagle3Config
 from aerie.model.layers import Rotary, fixed_scaling, yarn_factor
 from aerie.model.storage import first_line
-from aerie.model.target import (
-    VocabWeights,
-    default_taps,
-    load_config,
-    load_vocab,
-    other_weights,
-    target_end_ids,
-)
+from aerie.model.target import load_vocab
+from aerie.model.target_files import default_taps, load_config, other_weights, target_end_ids
+from aerie.model.vocab_weights import VocabWeights
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 TARGET_DTYPE = "target_dtype"  # a key under "aerie" in an export's config.json

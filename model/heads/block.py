@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from aerie.model.heads.eagle import LayerConfig, LMHead, pass_on_highest_tap
 from aerie.model.kv_cache import KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Rope, Rotary, attend, rotate
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from aerie.configs.errors import UserError
 from aerie.model.kv_cache import KeyValueCache
 from aerie.model.layers import DecoderLayer, HeadLayer, Memory, Rotary
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 
 EMBEDDING = "embed_tokens.weight"
 TAP_CONVENTION = "hidden_states"  # of transformers: entry 0 is the embedding

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from aerie.model.kv_cache import KeyValueCache
 from aerie.model.layers import DecoderLayer, Rotary
-from aerie.model.target import VocabWeights, transformed
+from aerie.model.vocab_weights import VocabWeights, transformed
 
 # training's dropout: (x [S, W], index of the block) -> x [S, W]
 Drop = Callable[[Tensor, int], Tensor]

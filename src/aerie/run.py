@@ -163,8 +163,8 @@ def _require_usable_recipe(recipe: Recipe, stages: list[str], overwrite: bool) -
         _require_own_outputs(recipe, stages)
     decodes_here = resume.needs_target(recipe) and recipe.last_stage != "train"
     if decodes_here and recipe.target.path not in made_here:
-        targets = import_module("aerie.model.target")
-        if why := targets.only_trains(targets.load_config(recipe.target)):
+        target_files = import_module("aerie.model.target_files")
+        if why := target_files.only_trains(target_files.load_config(recipe.target)):
             raise UserError(f"{recipe.target.path}: {why}; set last_stage: train")
 
 

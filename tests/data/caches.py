@@ -11,7 +11,8 @@ from aerie.data.chat import TokenRow
 from aerie.data.feature_cache import CachePlan, FeatureCache
 from aerie.data.features import LocalStates, extract, plan_cache
 from aerie.data.tokens import TokenisedData
-from aerie.model.target import Target, load_config
+from aerie.model.target import Target
+from aerie.model.target_files import load_config
 
 
 def rows(count: int, seed: int = 0) -> list[TokenRow]:

@@ -15,7 +15,7 @@ from aerie.data.chat import Chat, TokenRow, answer_text
 from aerie.data.conversations import Conversation, Tally
 from aerie.data.values import UnusableRow
 from aerie.model.storage import template_path
-from aerie.model.target import target_end_ids
+from aerie.model.target_files import target_end_ids
 from tests import tiny
 from tests.data import chat_targets as targets
 

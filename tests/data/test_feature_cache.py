@@ -15,7 +15,8 @@ from aerie.data.batches import collate
 from aerie.data.feature_cache import FeatureCache, Storage, StorageForm, decode, encode
 from aerie.data.features import check_cache
 from aerie.data.tokens import TokenisedData
-from aerie.model.target import Target, fingerprint, load_vocab
+from aerie.model.target import Target, load_vocab
+from aerie.model.target_files import fingerprint
 from tests.data import caches
 
 FORMS: list[StorageForm] = ["bf16", "fp8", "int8"]

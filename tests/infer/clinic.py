@@ -23,7 +23,8 @@ from aerie.model.checkpoint import new_head, save_head
 from aerie.model.heads import HEADS
 from aerie.model.heads.eagle import DraftVocabulary
 from aerie.model.storage import CONFIG, WEIGHTS
-from aerie.model.target import Target, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import load_tokenizer
 from tests import tiny
 
 THETA = 500_000.0

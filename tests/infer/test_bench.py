@@ -32,7 +32,8 @@ from aerie.infer.measure.suite import SettledRow, read_suite, suite_file
 from aerie.infer.measure.tasks import Prompt
 from aerie.model.checkpoint import save_head
 from aerie.model.storage import ROOT, digests, read_json, write_json
-from aerie.model.target import Target, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import load_tokenizer
 from tests import tiny
 from tests.infer.draws import make_head
 from tests.infer.test_lossless import QWEN

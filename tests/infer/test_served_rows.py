@@ -44,7 +44,8 @@ from aerie.infer.measure.tree_shape import TreeShape
 from aerie.infer.report.page import write_report
 from aerie.infer.report.tables import console_table
 from aerie.model.storage import ROOT, read_json
-from aerie.model.target import Target, load_tokenizer
+from aerie.model.target import Target
+from aerie.model.target_files import load_tokenizer
 from tests import tiny
 from tests.tiny import refused
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 
 
 def drafted(head: Any, features: Tensor, tokens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from aerie.model.hub import head_directory, readable_errors
 from aerie.model.inspection import inspect_head
 from aerie.model.push import SERVERS, Files, pack, public, upload
 from aerie.model.storage import digests, write_json
-from aerie.model.target import load_config, weights_size
+from aerie.model.target_files import load_config, weights_size
 from tests import tiny
 from tests.model.formats import published
 from tests.model.hub_server import Hub, served

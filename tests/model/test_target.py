@@ -19,12 +19,10 @@ from aerie.model.hub import weights_digest
 from aerie.model.kv_cache import KeptRows
 from aerie.model.miniature import small_model
 from aerie.model.storage import CONFIG, WEIGHTS, write_json
-from aerie.model.target import (
-    Target,
-    final_norm,
+from aerie.model.target import Target, final_norm, load_vocab
+from aerie.model.target_files import (
     load_config,
     load_tokenizer,
-    load_vocab,
     only_trains,
     other_weights,
     require_same_token_ids,

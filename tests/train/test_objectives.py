@@ -29,7 +29,7 @@ from aerie.configs.schema.heads import (
 from aerie.data.batches import Batch, collate
 from aerie.data.feature_cache import CachedRow
 from aerie.model.heads import HEADS, block
-from aerie.model.target import VocabWeights
+from aerie.model.vocab_weights import VocabWeights
 from aerie.train.lm import LMObjective
 from aerie.train.loop import means
 from aerie.train.losses import Piece

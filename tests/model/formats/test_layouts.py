@@ -18,7 +18,7 @@ from aerie.model.formats.content import read_taps
 from aerie.model.formats.eagle_layouts import CHECKED, VLLM_SINCE, sglang_numbers
 from aerie.model.formats.layouts import read_content, read_tensors, tensor_names, write_tensors
 from aerie.model.inspection import inspect_head, screen
-from aerie.model.target import fingerprint
+from aerie.model.target_files import fingerprint
 from tests import tiny
 from tests.model.formats import published
 
