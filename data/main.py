@@ -337,7 +337,7 @@ def features(arguments: argparse.Namespace, recipe: Recipe) -> int:
     is_there = isinstance(Manifest.check(stage.output, content=False, name=CACHE_INDEX), Whole)
     if is_there and stage.is_whole() and not (arguments.verify or arguments.estimate):
         if recipe.features.server is not None:
-            from aerie.data.served_states import sweep_states
+            from aerie.data.state_server import sweep_states
 
             sweep_states(recipe.features.server, stage.output)
         return _reuse(arguments, stage, status)

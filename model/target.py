@@ -24,7 +24,7 @@ from aerie.model.target_files import (
     rope_switch,
     skeleton,
     source_arguments,
-    stored_tensor,
+    stored_tensors,
     target_end_ids,
     weights_size,
 )
@@ -117,11 +117,10 @@ class Target:
         arguments = {
             "dtype": config.dtype,
             **source_arguments(config),
+            "device_map": config.device_map,
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
         }
-        if config.device_map is not None:
-            arguments["device_map"] = config.device_map
         hf_config = load_config(config)
         text_config = hf_config.get_text_config()
         if getattr(text_config, "attn_logit_softcapping", None) is not None:
@@ -266,7 +265,12 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
     """The text config and the VocabWeights; it reads the decoder blocks only if it must."""
     hf_config = load_config(config)
     text_config = hf_config.get_text_config()
-    tensors = _stored_vocab(config)
+    model = skeleton(config)
+    embedding, lm_head = _vocab_layers(model, config.path)
+    parameters = {"embedding": embedding.weight, "lm_head": lm_head.weight}
+    if getattr(lm_head, "bias", None) is not None:
+        parameters["bias"] = lm_head.bias
+    tensors = stored_tensors(config, model, parameters)
     if tensors is None:
         target = Target.load(config)
         return target.config, target.vocab
@@ -280,27 +284,6 @@ def load_vocab(config: TargetConfig) -> tuple[Any, VocabWeights]:
         weights.get("bias"),
         *final_transform(hf_config),
     )
-
-
-def _stored_vocab(config: TargetConfig) -> dict[str, Tensor] | None:
-    """The tensors "embedding", "lm_head" and, if there is one, "bias", from safetensors files.
-
-    None if another format, or other names or shapes, make it necessary to load the whole model.
-    """
-    model = skeleton(config)
-    embedding, lm_head = _vocab_layers(model, config.path)
-    weights = {"embedding": embedding.weight, "lm_head": lm_head.weight}
-    if getattr(lm_head, "bias", None) is not None:
-        weights["bias"] = lm_head.bias
-    # Of tied weights this is the first name, which is the one in the file.
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    stored: dict[str, Tensor] = {}
-    for role, weight in weights.items():
-        tensor = stored_tensor(config, names[id(weight)])
-        if tensor is None or tensor.shape != weight.shape:
-            return None
-        stored[role] = tensor
-    return stored
 
 
 @torch.no_grad()
@@ -337,12 +320,8 @@ def _final_norm(config: TargetConfig, model: Any) -> nn.Module | None:
         if not norms:
             return None
         norm: nn.Module = getattr(_decoder(model), norms[-1])  # if there are several, the last
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        weights = {
-            role: stored_tensor(config, names[id(parameter)])
-            for role, parameter in norm.named_parameters()
-        }
-        if any(weight is None for weight in weights.values()):  # another format, or other names
+        weights = stored_tensors(config, model, dict(norm.named_parameters()))
+        if weights is None:
             norm = getattr(Target.load(config).decoder, norms[-1]).cpu()
         else:
             norm.load_state_dict(weights, assign=True)

@@ -191,7 +191,25 @@ def weight_files(config: TargetConfig) -> tuple[list[str], dict[str, str]]:
         return [], {}
 
 
-def stored_tensor(config: TargetConfig, name: str) -> Tensor | None:
+def stored_tensors(
+    config: TargetConfig, model: Any, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor] | None:
+    """The tensors of some of the model's parameters, from safetensors files.
+
+    None if another format, or other names or shapes, make it necessary to load the whole model.
+    """
+    # Of tied weights this is the first name, which is the one in the file.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored: dict[str, Tensor] = {}
+    for role, parameter in parameters.items():
+        tensor = _stored_tensor(config, names[id(parameter)])
+        if tensor is None or tensor.shape != parameter.shape:
+            return None
+        stored[role] = tensor
+    return stored
+
+
+def _stored_tensor(config: TargetConfig, name: str) -> Tensor | None:
     """The tensor with this name, if a safetensors file has it."""
     _, shards = weight_files(config)
     with readable(config, "load the target"):

@@ -50,7 +50,7 @@ def main() -> int:
             return 1
         raise
     if is_whole and resume.reads_servers(recipe) and rank() == 0:
-        from aerie.data.served_states import sweep_states
+        from aerie.data.state_server import sweep_states
 
         sweep_states(recipe.features.server, state)  # type: ignore[arg-type]
     if arguments.is_whole:

@@ -304,8 +304,8 @@ def urls_asked(recipe: Recipe, stage: str) -> tuple[str, ...]:
 
 def _require_server(recipe: Recipe, stage: str, urls: Sequence[str]) -> None:
     """UserError if no server answers; it names the command that starts one."""
-    from aerie.data.served_states import CONNECT_S, ServerFault, StateServer
     from aerie.data.servers import command_of_stage
+    from aerie.data.state_server import CONNECT_S, ServerFault, StateServer
 
     faults = []
     for url in urls:

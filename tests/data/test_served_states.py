@@ -19,8 +19,9 @@ from aerie.configs.schema.heads import TargetConfig
 from aerie.data import served_states, servers
 from aerie.data.feature_cache import CachePlan, FeatureCache
 from aerie.data.features import extract
-from aerie.data.served_states import ServedStates, ServerFault, StatesFolder, sweep_states
+from aerie.data.served_states import ServedStates
 from aerie.data.servers import states_command
+from aerie.data.state_server import ServerFault, StatesFolder, sweep_states
 from aerie.data.tokens import TokenisedData
 from aerie.model.storage import Lock, read_json
 from aerie.model.target import Target, load_shell
