@@ -387,10 +387,10 @@ def write(recipe: Recipe, stage: Stage, share: JobShare, overwrite: bool, state:
     plan, tokenizer, facts = prepare(recipe, stage, share, overwrite)
     fingerprint = text_fingerprint(tokenizer, recipe.data)
     with open_source(recipe, plan, state.device) as source:
+        if plan.storage.form is not None and state.is_main_process:
+            print(f"features: {storage_error(source, plan)}", flush=True)
         index, writer = extract(source, plan, state, fingerprint, share, overwrite)
         facts |= source.facts
-        if index is not None and plan.storage.form is not None:
-            print(f"features: {storage_error(source, plan)}", flush=True)
     speed = ""
     if writer.num_tokens:
         speed = f"; {writer.num_tokens / writer.seconds:,.0f} tok/s a process"

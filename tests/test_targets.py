@@ -302,7 +302,10 @@ def page() -> str:
     return (
         f"# Targets\n\nWritten by `python -m tests.test_targets` with transformers "
         f"{transformers.__version__}: every architecture of\n"
-        "`AutoModelForCausalLM`, in miniature with random weights in float32.\n"
+        "`AutoModelForCausalLM`, in miniature with random weights in float32. Heads are trained and "
+        "exported for the first three groups.\n"
+        "The layers of a checkpoint decide if they differ from those of its family's default. "
+        "[Quantised, gated and merged ones](troubleshooting.md#which-targets).\n"
         f"{table([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])}\n"
         "# Text parts of models that also read images or sound\n\n"
         "The other architectures of `AutoModelForMultimodalLM`, tried on text in the same way.\n"
