@@ -224,7 +224,7 @@ WORDS = {
     "WRONG": "are WRONG",
 }
 
-
+CONSEQUENCE = re.compile(r"; decoding would|[;:] heads can|; aerie trains")  # after the reason
 SETTINGS_OF_A_MODEL = """eos_token_id forced_eos_token_id pad_token_id suppress_tokens
 begin_suppress_tokens encoder_no_repeat_ngram_size""".split()
 
@@ -302,10 +302,10 @@ def page() -> str:
     return (
         f"# Targets\n\nWritten by `python -m tests.test_targets` with transformers "
         f"{transformers.__version__}: every architecture of\n"
-        "`AutoModelForCausalLM`, in miniature with random weights in float32. Heads are trained and "
-        "exported for the first three groups.\n"
-        "The layers of a checkpoint decide if they differ from those of its family's default. "
-        "[Quantised, gated and merged ones](troubleshooting.md#which-targets).\n"
+        "`AutoModelForCausalLM`, in miniature with random weights in float32 and the family's\n"
+        "default layers. A checkpoint with other layers is judged by these. aerie trains and\n"
+        "exports heads for the first three groups. For quantised, gated and merged targets see\n"
+        "[troubleshooting](troubleshooting.md#which-targets).\n"
         f"{table([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])}\n"
         "# Text parts of models that also read images or sound\n\n"
         "The other architectures of `AutoModelForMultimodalLM`, tried on text in the same way.\n"
@@ -318,7 +318,7 @@ def table(names: list[str]) -> str:
     reasons = defaultdict[str, dict[str, str]](dict)  # word -> family -> why
     for name in names:
         result = outcome(name)
-        why = re.split(r"; decoding would|[;:] heads can", result.why.removeprefix(f"{name}: "))
+        why = CONSEQUENCE.split(result.why.removeprefix(f"{name}: "))
         reasons[result.word][name] = " ".join(why[0].split())
     text = ""
     for word in (word for word in WORDS if reasons[word]):
