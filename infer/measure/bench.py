@@ -534,10 +534,13 @@ def generate_answer(bench: Bench, record: Record) -> tuple[tuple[int, ...], floa
 def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     """Compares vanilla's greedy answers with transformers' generate, and writes reference.json.
 
-    Returns the records; the greedy ones get `identical_to_generate`.
+    Returns the records; the greedy ones get `identical_to_generate`. Without greedy answers there
+    is nothing to compare.
     """
     greedy = [record for record in records if record.temperature == 0.0 and record.status == "ok"]
     baseline = [record for record in greedy if record.row == bench.suite.vanilla]
+    if not baseline:
+        return records
     generated = share_out(partial(generate_answer, bench), baseline, "prompts", "reference")
     if rank() > 0:
         return records
@@ -552,8 +555,8 @@ def run_reference(bench: Bench, records: list[Record]) -> list[Record]:
     }
     vanilla_ms = [record.ms.wall / record.new_tokens for record in baseline if record.ms]
     reference = Reference(
-        vanilla_ms_per_token=median(vanilla_ms or [0.0]),
-        generate_static_ms_per_token=median(generate_ms or [0.0]),
+        vanilla_ms_per_token=median(vanilla_ms),
+        generate_static_ms_per_token=median(generate_ms),
         prompts=len(baseline),
         identical_to_generate=sum(identical[record.key] for record in baseline),
     )

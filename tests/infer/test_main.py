@@ -305,6 +305,9 @@ def test_stages(typing: Typing, shared: Path) -> None:
         eagle2
         index.html
     aerie results {page}
+    aerie bench {config} --run {root}/drawn --head {head} --bench.sampling "[{{temperature: 1.0}}]"
+    aerie report {config} --run {root}/drawn --head {head}
+        index.html
     aerie convert {head} --to safeailab --target {root}/target --out {root}/exported
     """
     page = shared / "results.md"
