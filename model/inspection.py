@@ -39,6 +39,7 @@ LLAMA_CPP = (
     "llama.cpp's converter reads such taps only from the layout speculators, and since its pull "
     "request 25794 (July 2026); else it silently gives the head hidden_states (2, n // 2, n - 3)"
 )
+ALSO_LOADED = {("vLLM", "eagle3", "safeailab")}  # tests/served: the same drafts
 SGLANG_ALGORITHMS = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}
 SCORES = ("step", "predicted_tau", "tau", "loss")
 LM_HEAD = re.compile(r"(laws\.lm_heads\.\d+|lm_head)\.\w+")
@@ -113,7 +114,7 @@ def inspect_head(
         },
         "template_arguments": facts.get("template_arguments") or {},
         "made_for": facts.get("made_for"),
-        "servers": _judge_servers(content, target),
+        "servers": _judge_servers(content, target, layout, after_blocks),
         "method": content.method,
         "drafts": content.drafts,
         "guesses": guesses,
@@ -178,18 +179,26 @@ def _judge(
     return problems, remarks
 
 
-def _judge_servers(content: HeadContent, target: TargetFacts | None) -> dict[str, Any]:
-    """By server: the layout that it loads, and why the head cannot be written in that layout."""
+def _judge_servers(
+    content: HeadContent, target: TargetFacts | None, layout: str, after_blocks: Taps
+) -> dict[str, Any]:
+    """By server: the layout that it loads, and why the head cannot be written in that layout.
+
+    layout: the head's own; `as_it_is`: the server loads it, too. after_blocks: taps that the
+    caller gave, which a server does not know.
+    """
     kind = HEADS[content.kind]
     config: Any = content.config
     servers = {}
-    for server, layout in kind.servers.items():
+    for server, wanted in kind.servers.items():
         refused: list[str] = []
         if server == "vLLM":
             refused += vllm_faults(config)
         with _collected(refused):
-            kind.formats.refuse(layout, config, target)
-        servers[server] = {"layout": layout, "refused": refused}
+            kind.formats.refuse(wanted, config, target)
+        is_also_loaded = (server, content.kind, layout) in ALSO_LOADED and after_blocks is None
+        as_it_is = layout == wanted or is_also_loaded
+        servers[server] = {"layout": wanted, "as_it_is": as_it_is, "refused": refused}
     return servers
 
 
@@ -264,8 +273,11 @@ def screen(head: dict[str, Any]) -> str:
     target = head["target"].get("given") or head["target"]["recorded"] or "TARGET"
     for name, server in head["servers"].items():
         layout = server["layout"]
-        draft = head["path"] if head["layout"] == layout else "EXPORT"
+        draft = "EXPORT"
         loads = f"loads it in the layout {layout} (aerie convert --out EXPORT)"
+        if server["as_it_is"]:
+            draft = head["path"]
+            loads = "loads it as it is"
         lines.append((name, "; ".join(server["refused"]) or loads))
         command = serve_command(head, name, target, draft)
         if command and not server["refused"]:

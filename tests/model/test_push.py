@@ -484,6 +484,7 @@ def test_inspect_and_convert(tmp_path: Path, target: Path, capsys: Any) -> None:
     assert (shown["layout"], shown["taps"], shown["problems"]) == ("safeailab", None, [])
     assert shown["left_out"] == ["embed_tokens.weight"]
     assert shown["vocabulary"] == {"draft": 107, "target": 320, "coverage": None}
+    assert [server["as_it_is"] for server in shown["servers"].values()] == [True, False]
     for to in ("safeailab", "sglang", "speculators"):
         text = """
         aerie convert {head} --to {to} --target {target} --out {tmp}/{to}

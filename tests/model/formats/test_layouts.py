@@ -284,9 +284,10 @@ def test_sglang_numbers() -> None:
 
 VLLM, SGLANG = f"{'vLLM':<12}", f"{'SGLang':<12}"
 GATED = f"{VLLM}vLLM stops at the tensor gate_proj"
-LOADED = f"{VLLM}loads it in the layout speculators"
+LOADED = f"{VLLM}loads it as it is"
+TO_CONVERT = f"{VLLM}loads it in the layout speculators"
 CORRECTED = f"{SGLANG}--to sglang: cannot carry markov_rank"
-BOTH = (LOADED, f"{SGLANG}loads it in the layout sglang")
+TO_SGLANG = f"{SGLANG}loads it in the layout sglang"
 
 
 @pytest.mark.parametrize(
@@ -300,8 +301,14 @@ BOTH = (LOADED, f"{SGLANG}loads it in the layout sglang")
             (GATED, CORRECTED),
         ),
         ("speculators", "speculators", "dspark", {"sample_from_anchor": True}, (LOADED, CORRECTED)),
-        ("speculators", "speculators", "dflash", {"markov_rank": 0, "num_hidden_layers": 2}, BOTH),
-        ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}, BOTH),
+        (
+            "speculators",
+            "speculators",
+            "dflash",
+            {"markov_rank": 0, "num_hidden_layers": 2},
+            (LOADED, TO_SGLANG),
+        ),
+        ("sglang", "z-lab", "DFlashDraftModel", {"markov_rank": 0}, (TO_CONVERT, TO_SGLANG)),
     ],
 )
 def test_block_layouts(
