@@ -303,7 +303,7 @@ def page() -> str:
         f"# Targets\n\nWritten by `python -m tests.test_targets` with transformers "
         f"{transformers.__version__}: every architecture of\n"
         "`AutoModelForCausalLM`, in miniature with random weights in float32 and the family's\n"
-        "default layers. A checkpoint with other layers is judged by these. aerie trains and\n"
+        "default layers. A checkpoint's own layer types decide. aerie trains and\n"
         "exports heads for the first three groups. For quantised, gated and merged targets see\n"
         "[troubleshooting](troubleshooting.md#which-targets).\n"
         f"{table([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])}\n"
