@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo bench bench-full gpu test served soak lint lock clean
 help:
-	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (5 minutes on two quiet cores, set-up included)"
+	@echo "make demo   the whole pipeline on the embedded default, to runs/embedded/report/ (five to six minutes on two cores, set-up included)"
 	@echo "make bench  every method on the embedded default, to runs/seeds/report/ (an hour or more the first time)"
 	@echo "make bench-full  all sweeps, to runs/seeds-full/report/ (hours; goes on where it stopped)"
 	@echo "make gpu    one GPU's tests, then its speed in features, training and decoding, to runs/gpu/"
