@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -437,7 +437,8 @@ def storage_error(source: StateSource, plan: CachePlan) -> str:
     """A line to print: what storing the target's states changes, measured on some tokens."""
     storage = plan.storage
     width = source.hidden_size
-    states = next(source.states(_batches(plan, plan.shards)))
+    # One batch, because servers would be asked for further ones ahead.
+    states = next(source.states(islice(_batches(plan, plan.shards), 1)))
     states = states[:: -(-len(states) // 256)]  # [T, S * D], at most 256 tokens
     values, scales = encode(states, states.shape[-1] // width, storage)
     restored = decode(values, scales, storage.dtype).to(states.dtype)  # [T, S * D]

@@ -197,7 +197,7 @@ def _judge_servers(
         with _collected(refused):
             kind.formats.refuse(wanted, config, target)
         is_also_loaded = (server, content.kind, layout) in ALSO_LOADED and after_blocks is None
-        as_it_is = layout == wanted or is_also_loaded
+        as_it_is = not refused and (layout == wanted or is_also_loaded)
         servers[server] = {"layout": wanted, "as_it_is": as_it_is, "refused": refused}
     return servers
 

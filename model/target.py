@@ -128,9 +128,8 @@ class Target:
         size = weights_size(config)
         if size >= LARGE and rank() == 0:
             print(f"loading {config.path} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
-        end_ids = target_end_ids(
-            config
-        )  # refuses a damaged generation_config.json, which transformers ignores
+        # This refuses a damaged generation_config.json, which transformers would ignore.
+        end_ids = target_end_ids(config)
         with readable(config, "load the target"):
             model, info = auto_class(hf_config).from_pretrained(config.path, **arguments)
             require_whole(model, info, config.path)

@@ -100,9 +100,7 @@ def test_every_picture_is_shown_in_a_page_and_follows_the_readers_colours() -> N
 RESULTS = ROOT / "docs/results.md"
 OF_A_RUN = re.compile(r"`make (demo|bench|gpu)`|[Tt]he demo|results\.md")
 COMMIT = re.compile(r"\b(?=\w*\d)[0-9a-f]{7,12}\b")  # such a paragraph has figures of its own
-FIGURE = re.compile(
-    r"(?<![\w.~/])(?<!Python )(\d+\.\d\d|\d+\.\d(?= tokens/s| compiled| eager))(?!\w|\.\d)"
-)
+FIGURE = re.compile(r"(?<![\w.~/])(?<!Python )(\d+\.\d\d|\d+\.\d(?= tokens/s))(?!\w|\.\d)")
 METHODS = {"EAGLE-2": "eagle2", "EAGLE-3": "eagle3"}  # other names stand as they are, in `code`
 TAU = re.compile(r"(EAGLE-[23]|`[\w-]+`)(?: [\w`-]+){0,4} tau (?:of|is) (\d+\.\d\d)")
 

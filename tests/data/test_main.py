@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from aerie.configs.errors import UserError
 from aerie.data import main
 from aerie.data.feature_cache import FeatureCache
 from aerie.train import main as train
@@ -101,6 +102,18 @@ def test_overwrite(recipe: Path, features: Path, capsys: Any) -> None:
         r"fp8 for float32: relative error of a dimension .*: \d", capsys.readouterr().out
     )
     assert FeatureCache.open(features, {"storage": "fp8"})[0].scales is not None
+
+
+def test_the_error_of_a_small_form_is_told_before_shards_are_written(
+    recipe: Path, features: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise UserError("the first shard cannot be written")
+
+    monkeypatch.setattr("aerie.data.features.extract", refuse)
+    words = ("features", "--config", recipe, "--features.storage", "fp8", "--overwrite")
+    assert call(main, *words) == 2
+    assert "relative error of a dimension" in capsys.readouterr().out
 
 
 def test_share_is_no_cache(recipe: Path, features: Path, capsys: Any) -> None:

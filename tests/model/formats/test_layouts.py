@@ -394,6 +394,7 @@ def test_misread_by_vllm(tmp_path: Path, kind: str, changes: Any, layout: str, f
     assert any(fault in note and "is not for vLLM" in note for note in notes)
     shown = screen(inspect_head(tmp_path / "head"))
     assert fault in shown and "serve it with vLLM" not in shown
+    assert not inspect_head(tmp_path / layout, FACTS)["servers"]["vLLM"]["as_it_is"]
 
 
 @pytest.mark.parametrize(
