@@ -243,6 +243,9 @@ def run_results(run: Path, columns: Sequence[str]) -> str:
         raise UserError(f"{report}: is damaged; run: aerie report --run {run}") from error
     if any(AT in column for column in columns):
         rows = side_by_side(rows)
+    known = dict.fromkeys(name for row in rows for name in row)
+    if unknown := [column for column in columns if column not in known]:
+        raise UserError(f"{report}: has no column {unknown[0]!r}, but {', '.join(known)}")
     text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     for row in rows:
         text += f"| {' | '.join(row.get(name, NOTHING) for name in columns)} |\n"

@@ -305,6 +305,11 @@ def test_stages(typing: Typing, shared: Path) -> None:
         eagle2
         index.html
     aerie results {page}
+    sed -i 's/tau at T 1/tau at T 7/' {page}
+    aerie results {page}
+        exit 2
+        has no column 'tau at T 7', but method, tree
+    sed -i 's/tau at T 7/tau at T 1/' {page}
     aerie bench {config} --run {root}/drawn --head {head} --bench.sampling "[{{temperature: 1.0}}]"
     aerie report {config} --run {root}/drawn --head {head}
         index.html
